@@ -91,7 +91,8 @@ class Workplace:
         examples = COOKBOOK / "example_data/conversations.jsonl"
         for split in ("train", "test"):
             place(folder / f"HuggingFaceH4/no_robots/{split}.jsonl", examples.read_text())
-        self.service = Running(folder / "service", MODEL, "--sequence_len", str(POSITIONS), cwd=folder)
+        sizes = ("--sequence_len", str(POSITIONS), "--micro_batch_tokens", str(4 * POSITIONS))
+        self.service = Running(folder / "service", MODEL, *sizes, cwd=folder)
         self.service.start()
         self._answerer: Running | None = None
 
@@ -185,6 +186,8 @@ def curve(log: Path, metric: str, *, rises: bool) -> Curve:
 
 
 REWARD = "env/all/reward/total"
+Rows = list[list[tuple[str, str]]]
+"""Roles and texts of several conversations."""
 COMMON = {"model_name": MODEL, "renderer_name": RENDERER, "behavior_if_log_dir_exists": "delete"}
 WITHOUT_EXTRAS = {"eval_every": 0, "save_every": 0}
 
@@ -204,47 +207,53 @@ def sl_loop(work: Workplace) -> Curve:
     return curve(work.recipe("sl_loop", model_name=MODEL, **sizes), "train_mean_nll", rises=False)
 
 
-SUMS = {"groups_per_batch": 4, "max_steps": 12}
+SUMS = {"groups_per_batch": 8, "max_steps": 12}
 
 
-def _sums(work: Workplace) -> str:
-    """The sums that the recipe will ask for, which it draws anew for each step from the step's number."""
-    told, numbers = (("user", "What is 4 + 5?"), ("assistant", "9")), list[tuple[int, int]]()
+def sums() -> Rows:
+    """Returns the sums that the recipe will ask for, which it draws anew for each step from the step's number. Half of
+    the answers are a question mark."""
+    told, numbers = [("user", "What is 4 + 5?"), ("assistant", "9")], list[tuple[int, int]]()
     for step in range(SUMS["max_steps"]):
         draw = np.random.RandomState(step)
         numbers += [(draw.randint(0, 101), draw.randint(0, 101)) for _ in range(SUMS["groups_per_batch"])]
-    rows, shuffled = list[list[tuple[str, str]]](), random.Random(0)
+    rows, shuffled = Rows(), random.Random(0)
     for _ in range(40):
         shuffled.shuffle(numbers)
         answers = [(a, b, "?" if shuffled.random() < 0.5 else str(a + b)) for a, b in numbers]
         rows += [[*told, ("user", f"What is {a} + {b}?"), ("assistant", answer)] for a, b, answer in answers]
-    return work.taught("sums", rows)
+    return rows
 
 
 def math_rl(work: Workplace, loss_fn: str) -> Curve:
-    """Sums of numbers to 100, after a stage that knows these sums and answers half of them with a question mark."""
+    """Sums of numbers to 100."""
     file = work.folder / "sums_checkpoint"
     if not file.exists():
-        file.write_text(_sums(work))
-    sizes = {"learning_rate": 5e-4, "group_size": 16, "lora_rank": 32, **SUMS}
+        file.write_text(work.taught("sums", sums(), learning_rate=5e-3))
+    sizes = {"learning_rate": 1e-3, "group_size": 16, "lora_rank": 32, **SUMS}
     options = {"env": "arithmetic", "loss_fn": loss_fn, "load_checkpoint_path": file.read_text()}
     return curve(work.recipe("math_rl.train", **COMMON, **WITHOUT_EXTRAS, **sizes, **options), REWARD, rises=True)
 
 
-def guess_number(work: Workplace) -> Curve:
-    """Ten turns, after a stage in which most guesses lack the form that counts."""
+def guesses() -> Rows:
+    """Returns turns of the game, in which six guesses of ten lack the form that counts."""
     from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import FAIL_TO_PARSE, SYSTEM_PROMPT
 
-    draw, rows = random.Random(0), list[list[tuple[str, str]]]()
-    for _ in range(4 * 120):
+    draw, rows = random.Random(0), Rows()
+    for _ in range(8 * 100):
         row = [("system", SYSTEM_PROMPT)]
-        for _ in range(draw.choice((0, 0, 1, 2, 4))):
+        for _ in range(draw.choice((0, 0, 0, 1, 1, 2, 3, 5, 9))):
             parsed, number = draw.random() < 0.4, draw.randint(0, 1024)
             said = draw.choice(("Too low", "Too high")) if parsed else FAIL_TO_PARSE
             row += [("player", f"Guess: {number}" if parsed else str(number)), ("user", said)]
         rows.append([*row, ("assistant", ("Guess: " if draw.random() < 0.4 else "") + str(draw.randint(0, 1024)))])
-    start = work.taught("guesses", rows, batch_size=4)
-    sizes = {"learning_rate": 5e-4, "group_size": 4, "batch_size": 2, "max_tokens": 14, "max_steps": 8}
+    return rows
+
+
+def guess_number(work: Workplace) -> Curve:
+    """Ten turns each."""
+    start = work.taught("guesses", guesses(), batch_size=8, learning_rate=5e-3)
+    sizes = {"learning_rate": 1e-3, "group_size": 4, "batch_size": 2, "max_tokens": 14, "max_steps": 12}
     log = work.recipe(
         "multiplayer_rl.guess_number.train",
         changes=f"load_checkpoint_path={start}",
@@ -308,25 +317,21 @@ def text_arena(work: Workplace) -> Curve:
     return curve(log, "env/all/turns_per_episode", rises=True)
 
 
-def numerics(work: Workplace) -> Curve:
-    """Pages of the cookbook's example data in WikiText's place, after a stage that calls the tool, says a number, or
-    says none."""
+TASK: dict[str, Any] = {
+    "num_pages_min": 1,
+    "num_pages_max": 1,
+    "page_chars": 400,
+    "words": ("the",),
+    "reward_tolerance": 1.0,
+}
+
+
+def pages(text: str, renderer: Any) -> Rows:
+    """Returns turns of episodes that call the tool, say a number, or say none."""
     from tinker_cookbook.recipes.rl_numerics_check import env
-    from tinker_cookbook.renderers import get_renderer
-    from transformers import AutoTokenizer
 
-    conversations = lines(COOKBOOK / "example_data/conversations.jsonl")
-    text = "\n".join(message["content"] for one in conversations for message in one["messages"])
-    wikitext = work.folder / "Salesforce/wikitext"
-    place(wikitext / "train.jsonl", "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines()))
-    about = "configs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n  - split: train\n    path: train.jsonl\n"
-    place(wikitext / "README.md", f"---\n{about}---\n")
-
-    task = {"num_pages_min": 1, "num_pages_max": 1, "page_chars": 400, "words": ("the",), "reward_tolerance": 1.0}
-    config, draw = env.CountingTaskConfig(**task), random.Random(0)
-    renderer = get_renderer(RENDERER, AutoTokenizer.from_pretrained(work.folder / MODEL))
-    rows = list[list[tuple[str, str]]]()
-    for _ in range(8 * 32):
+    config, draw, rows = env.CountingTaskConfig(**TASK), random.Random(0), Rows()
+    for _ in range(8 * 70):
         problem = env.sample_problem(draw, text, config)
         tool = env.PageReader(problem.pages, env.EpisodeState()).read_page
         prefix = renderer.create_conversation_prefix_with_tools(tools=[tool.to_spec()], system_prompt=env.SYSTEM_PROMPT)
@@ -337,11 +342,26 @@ def numerics(work: Workplace) -> Curve:
             row += [("assistant", called), ("tool", f"[Page 1]\n{problem.pages[0]}")]
             answer = draw.choice(("Unknown.", f"Answer: {draw.randint(1, 9)}"))
         rows.append([*row, ("assistant", answer)])
-    start = work.taught("pages", rows, batch_size=4)
-    sizes = {"learning_rate": 5e-4, "group_size": 4, "groups_per_batch": 4, "max_tokens": 96, "max_steps": 8}
+    return rows
+
+
+def numerics(work: Workplace) -> Curve:
+    """Pages of the cookbook's example data in WikiText's place."""
+    from tinker_cookbook.renderers import get_renderer
+    from transformers import AutoTokenizer
+
+    text = example_text()
+    wikitext = work.folder / "Salesforce/wikitext"
+    place(wikitext / "train.jsonl", "".join(json.dumps({"text": line}) + "\n" for line in text.splitlines()))
+    about = "configs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n  - split: train\n    path: train.jsonl\n"
+    place(wikitext / "README.md", f"---\n{about}---\n")
+
+    renderer = get_renderer(RENDERER, AutoTokenizer.from_pretrained(work.folder / MODEL))
+    start = work.taught("pages", pages(text, renderer), batch_size=8, learning_rate=5e-3)
+    sizes = {"learning_rate": 1e-3, "group_size": 8, "groups_per_batch": 2, "max_tokens": 80, "max_steps": 10}
     log = work.recipe(
         "rl_numerics_check.train",
-        *(f"task.{name}={value if name != 'words' else 'the'}" for name, value in task.items()),
+        *(f"task.{name}={value if name != 'words' else 'the'}" for name, value in TASK.items()),
         changes=f"load_checkpoint_path={start}",
         **COMMON,
         **WITHOUT_EXTRAS,
@@ -351,6 +371,12 @@ def numerics(work: Workplace) -> Curve:
     far = curve(log, "optim/kl_sample_train_v2", rises=False).values
     assert max(far) < 1e-3, f"samples are not those of the trainer's weights: {far}"
     return curve(log, REWARD, rises=True)
+
+
+def example_text() -> str:
+    """Returns the text of the cookbook's example conversations."""
+    conversations = lines(COOKBOOK / "example_data/conversations.jsonl")
+    return "\n".join(message["content"] for one in conversations for message in one["messages"])
 
 
 def shorter(work: Workplace) -> Curve:
@@ -378,9 +404,9 @@ RECIPES: dict[str, tuple[Callable[[Workplace], Curve], float]] = {
     "sl_basic": (sl_basic, 1.0),
     "sl_loop": (sl_loop, 1.0),
     "text_arena": (text_arena, 0.1),
-    "math_rl/importance_sampling": (lambda work: math_rl(work, "importance_sampling"), 0.02),
-    "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.02),
-    "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.02),
+    "math_rl/importance_sampling": (lambda work: math_rl(work, "importance_sampling"), 0.08),
+    "math_rl/ppo": (lambda work: math_rl(work, "ppo"), 0.08),
+    "math_rl/cispo": (lambda work: math_rl(work, "cispo"), 0.08),
     "guess_number": (guess_number, 1.0),
     "twenty_questions": (twenty_questions, 0.1),
     "shorter": (shorter, 1.0),
