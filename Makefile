@@ -10,7 +10,7 @@ PARTS := configs deploy environments infer orchestrator service trainer transpor
 
 help:
 	@echo 'make demo    reinforcement learning of the embedded model on this machine: server, orchestrator, trainer'
-	@echo 'make test    all tests but those that need a GPU, 14 to 18 minutes on two cores; with ARGS="tests/trainer -x" those that these words choose'
+	@echo 'make test    all tests but those that need a GPU, 20 to 25 minutes on two cores; with ARGS="tests/trainer -x" those that these words choose'
 	@echo 'make core    runs of the core in a copy of the tree without what stands on it, a minute on two cores'
 	@echo 'make check   formatting, lint, types, and which package imports which'
 	@echo 'make docs    the documentation as a site in site/; a broken link is an error'
