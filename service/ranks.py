@@ -31,6 +31,7 @@ from grpo.trainer.distributed import Ranks, is_communication
 from grpo.trainer.memory import keep_freed_memory
 from grpo.trainer.startup import device_for, set_threads
 from grpo.transport.cores import set_allocator, set_numeric_defaults
+from grpo.transport.errors import UserError
 from grpo.transport.logs import start_log
 from grpo.transport.parent import PARENT_VAR, end_with_starter
 
@@ -269,10 +270,10 @@ def other_ranks(
 ) -> Iterator[tuple[Callable[[Base], Others], Callable[[], None]]]:
     """Starts the ranks 1 to `num` - 1, which write their logs below `logs` and end with the context, and with this
     process however that ends. Yields what joins them, with rank 0's base, and what raises `RankGone` where one has
-    ended."""
+    ended. Raises `UserError` where there are not so many GPUs."""
     device = device_for(settings.device)
     if device.type == "cuda" and torch.cuda.device_count() < num:
-        raise RankGone(f"--gpus is {num}, and torch sees {torch.cuda.device_count()} GPUs")
+        raise UserError(f"--gpus is {num}, and torch sees {torch.cuda.device_count()} GPUs")
     logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="grpo-service-") as folder, contextlib.ExitStack() as stack:
         told = {"settings": settings.model_dump(mode="json"), "model": str(model), "max_rank": max_rank, "num": num}
