@@ -7,7 +7,8 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from itertools import islice
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -34,6 +35,9 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_SILENT = 3
 """Times `client.timeout` without a single answer of any server, while requests are in flight, before that is an
 error."""
+JOINED_TOKENS, MAX_JOINED = 16, 256
+"""Answers of up to so many tokens to one prompt, without a seed, that are asked for in the same turn of the loop are
+one request, of up to so many answers: a game's states come again and again, and a request costs more than a token."""
 
 
 class ServerError(RuntimeError):
@@ -68,6 +72,15 @@ class RequestRefused(ServerError):
 A = TypeVar("A")
 
 
+class _Joined:
+    """One request for the answers that several wait for."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.waiting: list[tuple[int, asyncio.Future[list[Choice]]]] = []
+        self.task: asyncio.Task[None] | None = None
+
+
 class PolicyClient:
     """Asks the servers of a pool, and counts the requests that each has in flight."""
 
@@ -79,6 +92,8 @@ class PolicyClient:
         """Timers of the requests that each server has; they run out when it is abandoned."""
         self._answered_s = 0.0
         """When a server last answered any request, or was first asked after a pause, on the loop's clock."""
+        self._joined: dict[tuple[object, ...], _Joined] = {}
+        """What is asked for in this turn of the loop."""
         self._has_warned = False
         """Whether the log says already that there are too many open files."""
         self._released = asyncio.Event()
@@ -143,6 +158,52 @@ class PolicyClient:
         they follow, they begin under the newest version that it serves, `version` or a later one, and go on under each
         newer one. Raises ServerError."""
         assert params.max_tokens is not None, "who samples has resolved it"
+        if seed is not None or params.max_tokens > JOINED_TOKENS or params.temperature == 0 or num > MAX_JOINED:
+            return await self._answers(prompt_token_ids, params, num, version, seed)
+        key = (tuple(prompt_token_ids), params, version)
+        joined = self._joined.get(key)
+        if joined is None or joined.num + num > MAX_JOINED:
+            joined = self._joined[key] = _Joined()
+            asyncio.get_running_loop().call_soon(self._send_joined, key, joined)
+        joined.num += num
+        future = asyncio.get_running_loop().create_future()
+        joined.waiting.append((num, future))
+        try:
+            return await future
+        finally:
+            if joined.task is not None and all(one.cancelled() for _, one in joined.waiting):
+                joined.task.cancel()
+
+    def _send_joined(self, key: tuple[Any, ...], joined: _Joined) -> None:
+        """Asks for what several wait for, if any still does."""
+        if self._joined.get(key) is joined:
+            del self._joined[key]
+        joined.waiting = [(num, future) for num, future in joined.waiting if not future.cancelled()]
+        if not joined.waiting:
+            return
+
+        async def ask() -> None:
+            try:
+                total = sum(num for num, _ in joined.waiting)
+                found = iter(await self._answers(*key[:2], total, key[2], None))
+            except asyncio.CancelledError:
+                for _, future in joined.waiting:
+                    future.cancel()
+            except Exception as error:
+                for _, future in joined.waiting:
+                    if not future.done():
+                        future.set_exception(error)
+            else:
+                for num, future in joined.waiting:
+                    own = list(islice(found, num))
+                    if not future.done():
+                        future.set_result(own)
+
+        joined.task = asyncio.create_task(ask())
+
+    async def _answers(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, num: int, version: int | None, seed: int | None
+    ) -> list[Choice]:
         request = GenerateRequest(
             version=version, prompt_token_ids=list(prompt_token_ids), n=num, seed=seed, **msgspec.structs.asdict(params)
         )

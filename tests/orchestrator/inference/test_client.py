@@ -217,6 +217,41 @@ async def test_requests_go_to_the_least_loaded_server(sound: FakeServer) -> None
     assert (len(sound.requests), len(other.requests)) == (5, 5)
 
 
+# --- short answers to equal prompts ---
+
+SHORT = SamplingParams(temperature=1.0, max_tokens=1)
+
+
+async def short(client: PolicyClient, prompt: int = 65, num: int = 1, seed: int | None = None) -> int:
+    return len(await client.generate([prompt], params=SHORT, num=num, version=0, seed=seed))
+
+
+async def test_short_answers_to_one_prompt_are_one_request_where_they_are_asked_for_together(sound: FakeServer) -> None:
+    async with asking(sound.url) as client:
+        asked = [short(client), short(client, num=3), short(client, 66), short(client, seed=1), short(client)]
+        assert await asyncio.gather(*asked) == [1, 3, 1, 1, 1]
+        assert await short(client) == 1
+    assert sorted((body["prompt_token_ids"], body["n"]) for body in sound.requests) == [
+        ([65], 1), ([65], 1), ([65], 5), ([66], 1)
+    ]  # fmt: skip
+
+
+async def test_of_those_who_wait_for_one_request_one_may_go_and_an_error_is_everybodys(sound: FakeServer) -> None:
+    sound.latency_s = 0.2
+    async with asking(sound.url, timeout_s=1.0) as client:
+        gone, stays = (asyncio.create_task(short(client)) for _ in range(2))
+        await until(lambda: sound.requests)
+        gone.cancel()
+        assert await stays == 1
+        sound.latency_s = 600
+        late = await asyncio.gather(short(client), short(client), return_exceptions=True)
+        assert [type(one) for one in late] == [TimedOut, TimedOut]
+        alone = asyncio.create_task(short(client))
+        await until(lambda: client.num_in_flight)
+        alone.cancel()
+        await until(lambda: not client.num_in_flight)
+
+
 # --- answers that follow ---
 
 FOLLOWING = SamplingParams(temperature=1.0, max_tokens=8, follow=True)
