@@ -447,7 +447,7 @@ def _sampled(output: Any, *, num_top: int = 0) -> Choice:
 
 @contextlib.asynccontextmanager
 async def _forked_engine(args: Namespace, launcher: Any) -> AsyncIterator[Any]:
-    """Yields vLLM's client of an engine whose process is forked from this one, or started anew where it cannot be."""
+    """Yields vLLM's client of engines that are forked from this process, or started anew where they cannot be."""
     engine_args = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
 
     class Forked(engine_args):  # type: ignore[misc, valid-type]
@@ -492,8 +492,8 @@ async def embedded(
     args.additional_config.at_forks([sock])
     launcher = first_module("vllm.entrypoints.launchers.api_server.entry", openai)
     _wait_for_exit_codes()
-    one_on_cpu = device == "cpu" and args.tensor_parallel_size == args.data_parallel_size == 1
-    starting = _forked_engine(args, launcher) if one_on_cpu else launcher.build_async_engine_client(args)
+    may_fork = device == "cpu" and args.tensor_parallel_size == 1
+    starting = _forked_engine(args, launcher) if may_fork else launcher.build_async_engine_client(args)
     async with contextlib.AsyncExitStack() as opened:
         try:
             client = await opened.enter_async_context(starting)

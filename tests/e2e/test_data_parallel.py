@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 from grpo.transport.run import create_run
@@ -18,26 +17,13 @@ pytestmark = pytest.mark.e2e
 SERVED = re.compile(r'vllm:request_success_total\{engine="(\d)",finished_reason="(?:stop|length)".*\} ([\d.]+)')
 
 
-TRIES = 3
-"""vLLM gives its coordinator 120 s to import what it needs, which a loaded machine may take longer for."""
-
-
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("dp")
     publisher = Publisher(run=create_run(folder / "run"), model_dir=MODEL)
     arguments = {"model": MODEL, "output_dir": publisher.run.path, "max_lora_rank": 8, "max_model_len": 512, "dp": 2}
-    for number in range(TRIES):
-        log = folder / f"infer_{number}.log"
-        with ExitStack() as stack:
-            try:
-                server = stack.enter_context(running(log=log, vllm=json.dumps({"max_num_seqs": 64}), **arguments))
-            except AssertionError:
-                if number + 1 == TRIES or "failed to report ZMQ addresses" not in log.read_text():
-                    raise
-                continue
-            yield Live(server=server, publisher=publisher)
-            return
+    with running(log=folder / "infer.log", vllm=json.dumps({"max_num_seqs": 64}), **arguments) as server:
+        yield Live(server=server, publisher=publisher)
 
 
 @pytest.fixture
