@@ -19,7 +19,7 @@ from tests.chaos.launched import MODULES, Launched, shared
 from tests.e2e.runs import Run, done
 from tests.support import until
 
-pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SEED = int(os.environ.get("TEST_SEED", "8"))
 STARTING_S, TRAINING_S = 8.0, 1.0

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.launched import MODULES, Launched
 from tests.e2e.runs import done
 
-pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def test_a_run_that_is_killed_comes_to_the_policy_of_one_that_is_not() -> None:

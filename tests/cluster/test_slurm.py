@@ -21,7 +21,7 @@ from tests.support import until
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.e2e,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed here: no {', '.join(missing())}"),
     pytest.mark.skipif(os.getuid() != 0, reason="Slurm's machines are started by root here"),
 ]

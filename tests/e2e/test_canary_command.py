@@ -40,7 +40,8 @@ def url(adapters: Path) -> Iterator[str]:
     served = [f"{name}={adapters / folder}" for name, folder in (("right", "right"), ("swapped", "other"))]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL), "--port", str(port)]
     command += ["--enable-lora", "--max-lora-rank", "8", "--max-model-len", "256", "--dtype", "float32"]
-    command += ["--enforce-eager", "--host", "127.0.0.1", "--lora-modules", *served]
+    command += ["--enforce-eager", "--host", "127.0.0.1", "--distributed-executor-backend", "uni"]
+    command += ["--lora-modules", *served]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     log = adapters / "vllm.log"
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:

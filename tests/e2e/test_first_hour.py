@@ -1,7 +1,6 @@
-"""docs/first_run.md as it is typed: Qwen3 through all of it, other families through start, proof and a step."""
+"""docs/first_run.md as it is typed, with Qwen3. `benchmarks.first_hour` types it with every family."""
 
 import re
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -87,16 +86,3 @@ def test_the_exported_model_answers_in_transformers_as_it_was_trained(desk: Desk
     assert tokenizer.decode(prompt["input_ids"][0]).endswith(NOT_THINKING)
     answer = model.generate(**prompt, max_new_tokens=4, do_sample=False)
     assert answer.shape[1] > prompt["input_ids"].shape[1]
-
-
-# --- the other families ---
-
-# Layers of Llama's and Phi's kind are Qwen3's or fewer; types that take one sample a row are in test_model_types.py.
-# `benchmarks.first_hour` types the page with every family.
-START = "grpo --model Qwen/Qwen3-4B --env my_env.py:MyEnv --output_dir outputs/mine --max_steps 1"
-
-
-def test_another_familys_model_takes_a_step_without_a_preset(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, "gemma3")
-    well(desk.type(START))
-    assert Run(desk.folder / "outputs/mine").summary["mismatch_max_lag0"] < 1e-4  # nats

@@ -166,10 +166,11 @@ def test_an_exported_model_answers_as_its_last_version_did(run: Run, tmp_path: P
 
 def test_the_three_files_of_the_references_quick_start_train(tmp_path: Path) -> None:
     """In bfloat16, and the heads in float32."""
-    words = [*QUICK_START, "--model", "configs/quickstart/model", "--max_steps", "2", "--orch.eval.num_examples", "0"]
+    words = [*QUICK_START, "--model", "configs/quickstart/model", "--max_steps", "1", "--orch.eval.num_examples", "0"]
+    words += ["--orch.batch_size", "64"]
     refused = grpo(*words, "--output_dir", tmp_path / "fp8")  # there is no GPU that could
     assert (refused.returncode, "fp8_hybrid" in refused.stderr) == (2, True)
     run, heads = Run(tmp_path / "run"), ("--train.fp32_lm_head", "true", "--infer.fp32_lm_head", "true")
     done(*words, "--output_dir", run.folder, "--train.recipe", "bf16", *heads)
-    assert len(run.steps) == 2
-    assert run.summary["versions_served"] == [0, 1, 2]
+    assert len(run.steps) == 1
+    assert run.summary["versions_served"] == [0, 1]

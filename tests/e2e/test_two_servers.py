@@ -21,7 +21,7 @@ from tests.chaos.launched import Launched
 from tests.infer.server_process import children_of
 from tests.support import END_S, until_gone
 
-pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(900)]
 
 BATCH_SIZE, GROUP_SIZE = 32, 16
 

@@ -12,7 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from tests.infer.two_forwards import SERVER, TRAINER, Adapter, linears, logprobs, random_adapter, random_model
 
-NUM_CANARIES, NUM_TOKENS = 4, 128
+NUM_CANARIES, NUM_TOKENS = 2, 128
 SIZES = (0.2, 0.2, 0.1, 0.05)
 """What right adapters change of each layer's output; 0.2 moves log-probabilities by about two nats."""
 

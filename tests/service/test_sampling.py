@@ -332,11 +332,11 @@ def test_the_first_script_learns_and_samples(service: Running, tmp_path: Path) -
     assert told.count("stop_reason") == 4
 
 
-def test_the_loop_raises_its_reward(service: Running, tmp_path: Path) -> None:
-    told = output(service, tmp_path, "sums.py", str(MODEL))
+def test_the_loop_trains_on_what_it_samples(service: Running, tmp_path: Path) -> None:
+    """That such loops raise their rewards is below and in test_recipes.py."""
+    told = output(service, tmp_path, "sums.py", str(MODEL), "2")
     rewards = [float(one) for one in re.findall(r"reward ([\d.]+)", told)]
-    assert len(rewards) == 12
-    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.1
+    assert len(rewards) == 2
     assert "tinker://" in told
 
 
