@@ -42,7 +42,9 @@ def url(adapters: Path) -> Iterator[str]:
     command += ["--enable-lora", "--max-lora-rank", "8", "--max-model-len", "256", "--dtype", "float32"]
     command += ["--enforce-eager", "--host", "127.0.0.1", "--distributed-executor-backend", "uni"]
     command += ["--lora-modules", *served]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    # Threads that are bound, and spin while they wait, would keep other tests' programs from the cores.
+    threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"} | threads
     log = adapters / "vllm.log"
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
         address = f"http://127.0.0.1:{port}"
