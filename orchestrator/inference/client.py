@@ -8,7 +8,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -70,6 +70,7 @@ class RequestRefused(ServerError):
 
 
 A = TypeVar("A")
+_Key = tuple[tuple[int, ...], SamplingParams, int | None]
 
 
 class _Joined:
@@ -92,7 +93,7 @@ class PolicyClient:
         """Timers of the requests that each server has; they run out when it is abandoned."""
         self._answered_s = 0.0
         """When a server last answered any request, or was first asked after a pause, on the loop's clock."""
-        self._joined: dict[tuple[object, ...], _Joined] = {}
+        self._joined: dict[_Key, _Joined] = {}
         """What is asked for in this turn of the loop."""
         self._has_warned = False
         """Whether the log says already that there are too many open files."""
@@ -166,7 +167,7 @@ class PolicyClient:
             joined = self._joined[key] = _Joined()
             asyncio.get_running_loop().call_soon(self._send_joined, key, joined)
         joined.num += num
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[list[Choice]] = asyncio.get_running_loop().create_future()
         joined.waiting.append((num, future))
         try:
             return await future
@@ -174,7 +175,7 @@ class PolicyClient:
             if joined.task is not None and all(one.cancelled() for _, one in joined.waiting):
                 joined.task.cancel()
 
-    def _send_joined(self, key: tuple[Any, ...], joined: _Joined) -> None:
+    def _send_joined(self, key: _Key, joined: _Joined) -> None:
         """Asks for what several wait for, if any still does."""
         if self._joined.get(key) is joined:
             del self._joined[key]
@@ -185,7 +186,8 @@ class PolicyClient:
         async def ask() -> None:
             try:
                 total = sum(num for num, _ in joined.waiting)
-                found = iter(await self._answers(*key[:2], total, key[2], None))
+                prompt, params, version = key
+                found = iter(await self._answers(prompt, params, total, version, None))
             except asyncio.CancelledError:
                 for _, future in joined.waiting:
                     future.cancel()
