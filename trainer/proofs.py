@@ -53,7 +53,8 @@ FAR, FLOOR, HALF_FLOOR = 10.0, 0.005, 0.1
 """A mismatch is unexplained above FAR times what the policy has moved, plus a floor in nats; the larger one where
 server or trainer compute in 16 bits."""
 FORGET = 0.95
-"""What a step leaves of the running estimate of how far the policy moves."""
+"""What a step in which samples were drawn leaves of the running estimate of how far the policy moves: where none are,
+nothing is learned that could replace it, and without it a step is not looked at."""
 ENOUGH_TOKENS = 50
 """Proved tokens that the estimate must rest on."""
 LOOKED_AT = 8
@@ -320,9 +321,6 @@ class Proofs:
         }
         found = self._agreed(own)
         found.spots = found.failed
-        for lag, (total, num) in found.moved.items():
-            if lag:
-                self._sums = self._sums[0] + total / lag**2, self._sums[1] + num
         found.unexplained = self._unexplained(found)
         if found.unexplained:
             self._look(step, passes, noise, found)
@@ -385,8 +383,11 @@ class Proofs:
     def _unexplained(self, found: Found) -> dict[int, float]:
         """Returns the mean mismatches by lag, in nats between server and trainer, that lie far outside of what the
         policy has moved; how far it moves in l steps is taken to be l² times what it moves in one."""
+        moved = {lag: of_lag for lag, of_lag in found.moved.items() if lag}
+        if moved:
+            total = FORGET * self._sums[0] + sum(of_lag / lag**2 for lag, (of_lag, _) in moved.items())
+            self._sums = total, FORGET * self._sums[1] + sum(num_of for _, num_of in moved.values())
         total, num = self._sums
-        self._sums = FORGET * total, FORGET * num
         if num < ENOUGH_TOKENS:
             return {}
         floor = FLOOR if found.is_exact else HALF_FLOOR

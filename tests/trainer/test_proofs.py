@@ -257,6 +257,25 @@ def test_a_mismatch_far_beyond_what_the_policy_moved_is_explained_where_its_samp
     assert "mismatch_kl" not in caplog.text
 
 
+def test_what_the_policy_moves_is_known_through_steps_in_which_no_sample_is_drawn(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a server that begins to sample from other weights between two draws is found in the same step."""
+    steps = Steps(tiny_model, tmp_path, loss=UNMASKED | {"silent_share": 1})
+    older = steps.sampled(lengths=(12,) * 12)
+    for step in range(1, 30):
+        if step == 9:
+            monkeypatch.setattr(Proofs, "_is_turn", lambda self, step, num_tokens: False)
+        newer = steps.sampled(lengths=(12,) * 12)
+        receipt = steps.take(older)
+        older = newer
+    assert (receipt.spots, receipt.unexplained) == ((), {})
+    strange = older.inference_logprobs.copy()
+    strange[older.loss_mask] -= 2.0
+    with pytest.raises(ProofFailed):
+        steps.take(replace(older, inference_logprobs=strange))
+
+
 def rank_worker(model: Path, out: Path, variables: dict[str, str]) -> None:
     """Writes what this rank has found of a batch, whose older samples all are the first rank's, at ZeRO 3."""
     os.environ.update(variables)
