@@ -58,6 +58,7 @@ def trained(models: Sequence[TrainedModel], *, joined: bool) -> list[Any]:
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Base, Any, psutil.Process]]:
     """A base with another rank, what looks for that one, and its process."""
     torch.set_num_threads(1)
+    leave_group()  # of tests before, in this process
     folder = tmp_path_factory.mktemp("ranks")
     base = tiny_base(folder / "model", micro_batch_tokens=CAPACITY)
     settings = tiny_settings(folder / "model", micro_batch_tokens=CAPACITY, num_threads=1)
