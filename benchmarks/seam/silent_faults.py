@@ -244,7 +244,7 @@ def answer_of_another(original):
 def joined_as_newest(original):
     def joined(begun, part, version, max_tokens):
         answer = original(begun, part, version, max_tokens)
-        return changed(answer, versions=((version, len(answer.token_ids)),) if answer.token_ids else ())
+        return changed(answer, versions=((version, len(answer.token_ids)),) if len(answer.token_ids) else ())
 
     return joined
 
@@ -671,7 +671,7 @@ def trainer(module: str, name: str, make: Callable[[Any], Any]) -> tuple[Patch, 
 
 
 WARM: dict[str, object] = {"orch.sampling.temperature": 0.7}
-MANY: dict[str, object] = {"sequence_len": 1024}
+MANY: dict[str, object] = {"sequence_len": 256}
 """A step has several micro-batches."""
 
 FAULTS: tuple[Fault, ...] = (
