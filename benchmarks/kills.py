@@ -78,10 +78,10 @@ def last_step(run: Run) -> int:
 
 
 def check_same(parent: Path, draw: random.Random) -> None:
-    """A run with kills over ZeroMQ comes to the policy of one without, over the filesystem. The engine's end is its
-    server's. Raises AssertionError."""
+    """A run with kills over ZeroMQ comes to the policy of one without, over the filesystem. The server is killed by its
+    engine, with which it ends. Raises AssertionError."""
     policies = []
-    for transport, targets in (("zmq", ("orch", "launcher", "engine", "worker")), ("filesystem", ())):
+    for transport, targets in (("zmq", ("orch", "train", "launcher", "engine", "worker")), ("filesystem", ())):
         folder = parent / transport
         list(killed_run(folder, ONE_ORDER | {"rollout_transport.type": transport}, targets, draw))
         policies.append((folder / "broadcasts/step_000006/adapter_model.safetensors").read_bytes())

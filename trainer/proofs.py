@@ -53,8 +53,8 @@ FAR, FLOOR, HALF_FLOOR = 10.0, 0.005, 0.1
 """A mismatch is unexplained above FAR times what the policy has moved, plus a floor in nats; the larger one where
 server or trainer compute in 16 bits."""
 FORGET = 0.95
-"""What a step in which samples were drawn leaves of the running estimate of how far the policy moves: where none are,
-nothing is learned that could replace it, and without it a step is not looked at."""
+"""What is left of the running estimate of how far the policy moves when a step adds to it. A step without drawn samples
+adds nothing, and so forgets nothing: without an estimate no mismatch is unexplained."""
 ENOUGH_TOKENS = 50
 """Proved tokens that the estimate must rest on."""
 LOOKED_AT = 8
@@ -381,8 +381,8 @@ class Proofs:
         own.proofs.append(sample.proof(version, places, sample.cut(current)[places]))
 
     def _unexplained(self, found: Found) -> dict[int, float]:
-        """Returns the mean mismatches by lag, in nats between server and trainer, that lie far outside of what the
-        policy has moved; how far it moves in l steps is taken to be l² times what it moves in one."""
+        """Adds the step to the estimate of how far the policy moves, in l steps l² times as far as in one. Returns the
+        mean mismatches by lag, in nats between server and trainer, that lie far outside of it."""
         moved = {lag: of_lag for lag, of_lag in found.moved.items() if lag}
         if moved:
             total = FORGET * self._sums[0] + sum(of_lag / lag**2 for lag, (of_lag, _) in moved.items())

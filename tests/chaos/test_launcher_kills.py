@@ -1,4 +1,4 @@
-"""`kill -9` of the real server, its engine, the orchestrator, a worker, the trainer and the launcher; and Ctrl-C."""
+"""`kill -9` of the real server's engine, the orchestrator, a worker, the trainer and the launcher; and Ctrl-C."""
 
 import signal
 import sys
