@@ -22,7 +22,7 @@ import torch
 from grpo.configs.train import LowPrecision, TrainSettings
 from grpo.trainer.errors import ModelError
 from grpo.trainer.low_precision import backward_product, forward_product
-from grpo.trainer.matmul import by_rows, linear, product, product_in_float32
+from grpo.trainer.matmul import addmm_, by_rows, linear, product, product_in_float32
 from grpo.trainer.quantization import Dequantize, QuantizedLinear, frozen_weight
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import Linear
@@ -196,7 +196,7 @@ class _LoraLinear(torch.autograd.Function):
         flat = x.flatten(0, -2)
         a, b = a.to(x.dtype), b.to(x.dtype)
         down = _gated(linear(flat, a), mask)
-        output = _base_product(flat, dequantize(*tensors), bias, recipe).addmm_(down, b.T, alpha=scaling)
+        output = addmm_(_base_product(flat, dequantize(*tensors), bias, recipe), down, b.T, alpha=scaling)
         ctx.save_for_backward(flat, a, b, down, mask, *tensors)
         ctx.dequantize, ctx.scaling, ctx.recipe = dequantize, scaling, recipe
         shaped: torch.Tensor = output.unflatten(0, x.shape[:-1])
@@ -211,7 +211,8 @@ class _LoraLinear(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             multiply = product if ctx.recipe is None else backward_product
-            grad_x = multiply(flat_grad, ctx.dequantize(*tensors)).addmm_(grad_down, a).unflatten(0, grad.shape[:-1])
+            grad_x = addmm_(multiply(flat_grad, ctx.dequantize(*tensors)), grad_down, a, alpha=1.0)
+            grad_x = grad_x.unflatten(0, grad.shape[:-1])
         grad_a = product_in_float32(grad_down.T, flat)
         grad_b = product_in_float32(down.T, flat_grad).mul_(ctx.scaling).T
         return grad_x, None, None, grad_a, grad_b, None, None, None, *(None for _ in tensors)
@@ -244,7 +245,7 @@ class _SegmentedLora(torch.autograd.Function):
         downs = []
         for rows, own, (a, b, scaling) in zip(x.split(sizes), output.split(sizes), adapters, strict=True):
             down = linear(rows, a.to(x.dtype))
-            own.addmm_(down, b.to(x.dtype).T, alpha=scaling)
+            addmm_(own, down, b.to(x.dtype).T, alpha=scaling)
             downs.append(down)
         ctx.save_for_backward(x, *downs, *frozen)
         ctx.dequantize, ctx.sizes, ctx.adapters, ctx.recipe = dequantize, sizes, adapters, recipe
@@ -268,7 +269,7 @@ class _SegmentedLora(torch.autograd.Function):
         for rows, own, grad_rows, down, (a, b, scaling) in parts:
             grad_down = product(own, b.detach().to(x.dtype)).mul_(scaling)
             if grad_rows is not None:
-                grad_rows.addmm_(grad_down, a.detach().to(x.dtype))
+                addmm_(grad_rows, grad_down, a.detach().to(x.dtype), alpha=1.0)
             _add_gradient(a, product_in_float32(grad_down.T, rows))
             _add_gradient(b, product_in_float32(down.T, own).mul_(scaling).T)
         return grad_x, *(None for _ in range(6 + len(frozen)))

@@ -2,11 +2,13 @@
 
 torch multiplies float32 matrices by Intel's MKL, which uses half of the vectors' width on processors of other makers.
 oneDNN, which torch uses for bfloat16, uses all of it everywhere: 2.0 to 2.5 times as many products a second in float32
-on an AMD EPYC.
+on an AMD EPYC. On processors for which oneDNN has no half precision torch has loops of its own, six to sixty times as
+slow as float32: there products of halves are computed in float32 and rounded once, which is what half precision means.
 
 No function here is differentiable: they are used inside autograd functions.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,11 +20,15 @@ MAX_SMALL = 1 << 19
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Returns [..., k] · [k, n]: [..., n]."""
+    if _lacks_kernels(left, right):
+        return product(left.float(), right.float()).to(left.dtype)
     return _by_onednn(left, right.T, None) if _is_for_onednn(left, right) else left @ right
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Returns [..., k] · [n, k]ᵀ + [n]: [..., n]."""
+    if _lacks_kernels(x, weight):
+        return linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     if _is_for_onednn(x, weight):
         return _by_onednn(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
@@ -35,8 +41,17 @@ def product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         output: torch.Tensor = torch.mm(left, right, out_dtype=torch.float32)
         return output
+    if _lacks_kernels(left, right):
+        return product(left.float(), right.float())
     result = product(left, right)
     return result.to(torch.promote_types(result.dtype, torch.float32))
+
+
+def addmm_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, alpha: float) -> torch.Tensor:
+    """Adds alpha · [m, k] · [k, n] to `total` [m, n] in place, rounded once, and returns it."""
+    if _lacks_kernels(left, right):
+        return total.copy_(total.float().add_(product(left.float(), right.float()), alpha=alpha))
+    return total.addmm_(left, right, alpha=alpha)
 
 
 def by_rows(multiply: Product, x: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -62,13 +77,30 @@ def by_rows(multiply: Product, x: torch.Tensor, weight: torch.Tensor, sizes: Seq
     return torch.cat([multiply(rows, weight) for rows in x.split(together)])
 
 
+def _lacks_kernels(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether both are of half precision, on a processor for which there are no kernels of it."""
+    if not left.is_cpu or left.dtype != right.dtype or torch.compiler.is_compiling():
+        return False
+    return left.dtype in _missing_kernels()
+
+
+@functools.cache
+def _missing_kernels() -> frozenset[torch.dtype]:
+    has_kernels = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return frozenset(dtype for dtype, is_supported in has_kernels.items() if not is_supported())
+
+
 def _is_for_onednn(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.numel() * right.numel() <= MAX_SMALL * left.shape[-1]:
         return False
     # torch's compiler makes the operation itself, and takes it from nobody.
     if torch.compiler.is_compiling() or not left.is_cpu:
         return False
-    return left.dtype == right.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    is_float32 = left.dtype == right.dtype == torch.float32 or _lacks_kernels(left, right)
+    return is_float32 and torch.backends.mkldnn.is_available()
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from grpo.trainer.matmul import linear, product
+from grpo.trainer.matmul import addmm_, linear, product, product_in_float32
 
 
 def matrix(rows: int, columns: int, *, dtype: torch.dtype, transposed: bool, seed: int) -> torch.Tensor:
@@ -45,3 +45,20 @@ def test_a_linear_layer_adds_its_bias() -> None:
 def test_no_rows_give_no_rows() -> None:
     assert product(torch.zeros(0, 4), torch.zeros(4, 3)).shape == (0, 3)
     assert linear(torch.zeros(0, 4), torch.zeros(3, 4)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_of_halves_are_rounded_once(dtype: torch.dtype) -> None:
+    left = matrix(48, 300, dtype=dtype, transposed=False, seed=0)
+    right = matrix(300, 64, dtype=dtype, transposed=True, seed=1)
+    bias, total = (matrix(rows, 64, dtype=dtype, transposed=False, seed=2) for rows in (1, 48))
+    exact = left.double() @ right.double()
+    ulp = torch.finfo(dtype).eps  # half of it is what rounding once may do; summed in another order, a little more
+    for ours, expected in (
+        (product(left, right), exact),
+        (linear(left, right.T, bias[0]), exact + bias.double()),
+        (addmm_(total.clone(), left, right, alpha=0.5), total.double() + 0.5 * exact),
+    ):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), expected, rtol=0.51 * ulp, atol=1e-4)
+    torch.testing.assert_close(product_in_float32(left, right).double(), exact, rtol=1e-5, atol=1e-4)
