@@ -8,8 +8,9 @@ from typing import Any
 
 from grpo.environments.games.game import SEATS, Game, drawn
 from grpo.environments.games.judge import MAX_STATES, Judge, Judged, TooLarge
+from grpo.environments.games.search import Minimax
 
-from grpo import DrawRule, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric
+from grpo import DrawRule, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, UserError
 
 JUDGED = tuple(name for name in Judged.__dataclass_fields__)
 
@@ -50,15 +51,21 @@ class Games(Episode, Environment):
         `illegal_reward`: None is the least that the game can bring, less 1. `max_states`: games with more states in
         which somebody is to move are not judged. `num_eval`: games against random moves, where that is so. `opponent`:
         who has the one seat in training, which seat by chance: `past`, drawn `by` a rule from each version that is a
-        multiple of `every`, of which the newest `keep` stay; `newest`; `base` (None: the policy is trained in both).
-        `adapter`: which adapter of `past` or `newest`, where there are several. `self_play`: the share of games in
-        which the policy is trained in both seats all the same. `random_moves`: training games begin with up to so many
-        legal moves at random, so that the policy learns to answer what it would not play itself."""
+        multiple of `every`, of which the newest `keep` stay; `newest`; `base`; `minimax-3`, a search that looks 3 moves
+        ahead, or any other number (None: the policy is trained in both). `adapter`: which adapter of `past` or
+        `newest`, where there are several. `self_play`: the share of games in which the policy is trained in both seats
+        all the same. `random_moves`: training games begin with up to so many legal moves at random, so that the policy
+        learns to answer what it would not play itself."""
         self._opponent, self._by, self._self_play, self._random_moves = opponent, by, self_play, random_moves
         self._newest = adapter if opponent == "newest" else None
         if opponent == "past":
             self.add_pool("past", every=every, keep=keep, adapter=adapter)
         self.game = Game(game, with_rules=rules)
+        self._search = None
+        if opponent is not None and opponent.startswith("minimax"):
+            if not (depth := opponent.removeprefix("minimax-")).isdecimal():
+                raise UserError(f"the opponent is {opponent!r}, expected minimax- and how many moves it looks ahead")
+            self._search = Minimax(self.game, int(depth))
         self.illegal_reward = self.game.lowest - 1 if illegal_reward is None else illegal_reward
         self._max_states, self._num_eval = max_states, num_eval
         self.rubric = Rubric(
@@ -90,7 +97,10 @@ class Games(Episode, Environment):
             state.data["judged"] = await self.judge_policy(ctx)
         position = self.game.begin(ctx.rng)
         if self._opponent is not None and ctx.split == "train" and ctx.rng.random() >= self._self_play:
-            player = await self.opponent(self._opponent, by=self._by, per="game", adapter=self._newest)
+            if self._search is not None:
+                player = self._search.player(position, ctx.rng)
+            else:
+                player = await self.opponent(self._opponent, by=self._by, per="game", adapter=self._newest)
             ctx.bind(ctx.rng.choice(SEATS), player)
         if self._random_moves and ctx.split == "train":
             self._open(ctx, state, position)

@@ -8,6 +8,7 @@ import pytest
 from grpo.environments.games.credit import by_position
 from grpo.environments.games.environment import Games
 from grpo.environments.games.game import Game
+from grpo.environments.games.search import Minimax
 from grpo.orchestrator.rollouts.records import EpisodeResult, Step
 from grpo.transport.errors import UserError
 
@@ -193,3 +194,52 @@ async def test_an_opponent_has_one_seat_and_its_illegal_answers_become_moves() -
     [bound] = (await play(game, example, lambda role, _: "p", seed=1)).players
     state = await play(game, example, lambda role, _: "nonsense" if role == bound else "p", seed=1)
     assert "illegal" not in state.data
+
+
+@pytest.mark.parametrize(("name", "depth"), [("tic_tac_toe", 9), ("nim", 16)])
+async def test_minimax_of_full_depth_never_loses_what_it_can_hold(name: str, depth: int) -> None:
+    game, rng, seats = Games(game=name, opponent=f"minimax-{depth}"), random.Random(0), set()
+    [example] = game.dataset("train")
+
+    def answer(role: str, messages: list[dict[str, Any]]) -> str:
+        return rng.choice(messages[-1]["content"].rpartition(": ")[2].split())
+
+    for seed in range(30):
+        state = await play(game, example, answer, seed=seed)
+        [(bound, player)] = state.players.items()
+        assert player.name == f"script:minimax-{depth}"
+        seats.add(bound)
+        if name == "tic_tac_toe" or bound == "second":  # 1 3 5 7 is lost for who begins
+            assert state.reward <= (0 if name == "tic_tac_toe" else -1)
+    assert seats == {"first", "second"}
+
+
+@pytest.mark.parametrize(
+    ("moves", "expected"),
+    [
+        ([2, 2, 3, 3, 4, 4], {"2", "6"}),  # three at the bottom: a win on either side, which need not wait
+        ([0, 1, 0, 2, 0], {"1"}),
+        ([0, 1, 0, 1, 2, 1], {"2"}),
+    ],
+)
+def test_minimax_takes_a_win_at_once_and_blocks_a_loss_at_once(moves: list[int], expected: set[str]) -> None:
+    game, rng = Game("connect_four"), random.Random(0)
+    position = game.begin(rng)
+    for move in moves:
+        position.apply_action(move)
+    for depth in (2, 4):
+        search = Minimax(game, depth)
+        assert {search.answer(position, rng) for _ in range(20)} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "opponent", "said"),
+    [
+        ("kuhn_poker", "minimax-2", "minimax cannot play kuhn_poker, where something is hidden"),
+        ("nim", "minimax", "'minimax', expected minimax- and how many moves"),
+        ("nim", "minimax-0", "looks 0 moves ahead, expected at least 1"),
+    ],
+)
+def test_searches_that_there_cannot_be_are_refused(name: str, opponent: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Games(game=name, opponent=opponent)
