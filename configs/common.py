@@ -153,7 +153,7 @@ class OnDevice(Section):
 
 
 class ProofSettings(Section):
-    """Proofs of what was sampled and trained (docs/proofs.md)."""
+    """Proofs of what was sampled and trained (`grpo docs proofs`)."""
 
     on_failure: Literal["stop", "drop", "warn"] = "stop"
     """What happens when a proof fails. `stop` ends the run with exit code 76: for a spot proof before the step changes
@@ -162,7 +162,7 @@ class ProofSettings(Section):
 
 
 class SpotProofSettings(ProofSettings):
-    """Proofs of what was sampled and trained (docs/proofs.md)."""
+    """Proofs of what was sampled and trained (`grpo docs proofs`)."""
 
     share: Share = 0.01
     """Share of a batch's samples of earlier versions that the trainer scores again under the version that each record

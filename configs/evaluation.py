@@ -15,8 +15,8 @@ class EnvSettings(Section):
     """One environment."""
 
     id: str = Field(min_length=1)
-    """A built-in environment (`reverse-text`, see docs/environments.md), or `module:Class` or `path/to/file.py:Class`
-    of your own."""
+    """A built-in environment (`reverse-text`, see `grpo docs environments`), or `module:Class` or
+    `path/to/file.py:Class` of your own."""
     name: str | None = None
     """Name in metrics (null: the id)."""
     args: dict[str, Any] = {}

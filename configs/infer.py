@@ -69,7 +69,7 @@ class _ServerSettings(ProcessSettings):
     """Reuses the KV cache of equal prefixes (null: vLLM's default)."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), OnlyWith("device", "auto", "cuda")] = 0.9
     """Share of the GPU's memory that vLLM may take. Left open in a run on one GPU, it is what a step of the trainer
-    leaves (docs/memory.md)."""
+    leaves (`grpo docs memory`)."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
     """Threads for computation on a CPU (null: 1)."""
     reasoning_parser: str | None = None
@@ -81,7 +81,7 @@ class _ServerSettings(ProcessSettings):
     vllm: dict[str, Any] = {}
     """More arguments of vLLM's server, such as `max_num_seqs: 256`. On a CPU, `max_num_seqs` is 64,
     `max_num_batched_tokens` 2048 and `kv_cache_memory_bytes` 128 MiB or what two of the longest sequences need.
-    docs/servers.md has those that are refused."""
+    `grpo docs servers` has those that are refused."""
 
     def conflicts(self) -> Conflicts:
         for name in sorted(self.vllm.keys() & VLLM_REFUSED.keys()):
@@ -127,7 +127,7 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     """Policy versions are also served with noise on their norm weights (the trainer's `noise_scheduler.enabled`)."""
     base_quantization: Annotated[Quantization | None, OnlyWith("enable_lora")] = None
     """The base has the quantized values of a trainer with `qlora_bnb` (nf4), `qlora_fp8` or `qlora_fp4` (nvfp4); see
-    docs/quantization.md."""
+    `grpo docs quantization`."""
     weight_broadcast_type: Literal["filesystem", "http", "nccl"] = "filesystem"
     """How policy versions arrive; must equal the trainer's `weight_broadcast.type`."""
     weight_broadcast_url: Annotated[str | None, OnlyWith("weight_broadcast_type", "http")] = None
@@ -136,7 +136,7 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     """Name of the environment variable that holds the key of both ends (if unset, the key in `output_dir`)."""
     canary_tolerance: float | None = Field(default=None, gt=0, le=1)
     """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: as
-    docs/versions.md says, such as 1e-4 at most in float32 on a CPU, 0.05 on average in bfloat16)."""
+    `grpo docs versions` says, such as 1e-4 at most in float32 on a CPU, 0.05 on average in bfloat16)."""
     canary_timeout_s: Seconds = 120.0
     """Seconds that loading and proving a policy version may take, and falling asleep or waking in `sleep_mode`."""
 

@@ -69,9 +69,9 @@ class LossSettings(Section):
 
     name: LossName = "aipo"
     """The policy loss, which sets the keys from `ratio_type` to `sequence_mask_high` unless you give them; see
-    docs/losses.md."""
+    `grpo docs losses`."""
     import_path: str | None = None
-    """A policy loss of your own, as `my_loss.py:loss` (null: none); docs/losses.md has an example."""
+    """A policy loss of your own, as `my_loss.py:loss` (null: none); `grpo docs losses` has an example."""
     ratio_type: Literal["token", "sequence", "geometric", "none"] = "token"
     """The importance ratio: each token's, the product over its sequence, their geometric mean, or 1."""
     importance: Literal["mask", "clip", "ppo", "none"] = "mask"

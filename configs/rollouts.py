@@ -151,7 +151,7 @@ class CustomAdvantage(_Signed):
 
 class CustomCredit(Section):
     """The result of a subclass of `CreditAssigner`, or of a function of a list of `EpisodeResult`
-    (docs/environments.md)."""
+    (`grpo docs environments`)."""
 
     type: Literal["custom_credit"]
     import_path: str

@@ -60,7 +60,7 @@ class RunSettings(SharedSettings):
     """Environments to train on, as `orch.env`; on the command line `--env FILE:CLASS`, for each one."""
     chat_template_kwargs: TemplateArguments = {}
     """Arguments of the model's chat template, such as `{enable_thinking: false}`, in training, evaluation and chat
-    (docs/models.md); null removes one that a preset sets."""
+    (`grpo docs models`); null removes one that a preset sets."""
     api_key_var: str = "VLLM_API_KEY"
     """Name of the environment variable that holds the inference server's API key."""
     restarts: NonNegativeInt = 3

@@ -134,7 +134,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"] | None, BeforeValidator(_underlined)] = None
     """Type of the base weights and the computation (null: bf16 on a GPU, fp32 on a CPU). Trained weights are always
     float32. `fp8_hybrid` and `nvfp4` multiply frozen weights in 8 or 4 bits in training, and are bf16 otherwise
-    (docs/quantization.md)."""
+    (`grpo docs quantization`)."""
     gradient_checkpointing: bool | Literal["selective"] | None = None
     """Activations are computed again in the backward pass: less memory, a third more work. `selective`: all but
     attention's. null: on a CPU false; on a GPU the first of false, selective and true that fits."""

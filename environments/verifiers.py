@@ -167,7 +167,7 @@ def _load(given: Mapping[str, Any]) -> vf.Env:
     except AttributeError as error:
         raise ValueError(
             f"env_id = {env_id!r} is no environment of verifiers 0.4 or later, whose modules name a taskset in "
-            f"`__all__`: {error}; docs/environments.md tells what to do with older ones"
+            f"`__all__`: {error}; `grpo docs environments` tells what to do with older ones"
         ) from error
     own_harness = vf.default_harness_id(config.taskset.id) != THEIR_HARNESS
     changes: dict[str, Any] = {}

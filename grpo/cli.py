@@ -34,6 +34,7 @@ COMMANDS = {
     "data": "what a data set would ask, how long that is, and which rows cannot be used",
     "sft": "how a model learns prompts and answers from a file, before a run: a supervised first stage",
     "compare": "the same training with different settings, compared in a table and pictures",
+    "docs": "the documentation's pages, as they are installed with this version",
 }
 """Commands besides `run`, and what each does; the module of its name in `grpo.commands` answers it."""
 UNREAD = 141

@@ -71,7 +71,7 @@ class Run:
 
     @property
     def metrics(self) -> "pd.DataFrame":
-        """One row a training step, by step, with a column for each metric of docs/metrics.md."""
+        """One row a training step, by step, with a column for each metric of `grpo docs metrics`."""
         return _frame([one for one in metrics(self.folder) if EVALUATED not in one], "step")
 
     @property
@@ -81,7 +81,7 @@ class Run:
 
     def rollouts(self, step: int, *, evaluation: bool = False) -> "pd.DataFrame":
         """Every rollout of a step's batch, or of the `evaluation` of version `step`, token by token: the columns of
-        docs/traces.md. Raises ValueError for a step of which no trace is there."""
+        `grpo docs traces`. Raises ValueError for a step of which no trace is there."""
         pandas = _pandas()
         if not (path := trace_path(self.folder, step, evaluation=evaluation)).is_file():
             there = traced_steps(self.folder, evaluation=evaluation)

@@ -61,7 +61,7 @@ def train(
         eval_dataset: Rows to evaluate on. Left out: those of the split `test`, `validation` or `eval`, or else a tenth
             of `dataset`, which is not trained on.
         steps: Number of training steps, as `max_steps`.
-        **settings: Any key of docs/settings.md: `output_dir="outputs/x"`, sections as mappings
+        **settings: Any key of `grpo docs settings`: `output_dir="outputs/x"`, sections as mappings
             (`train={"learning_rate": 1e-3}`), or `__` for a dot (`orch__sampling__max_tokens=64`).
 
     Raises:

@@ -82,7 +82,7 @@ class Doubles:
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            log.warning("step %d: %s; see docs/proofs.md", self._step + 1, message)
+            log.warning("step %d: %s; see `grpo docs proofs`", self._step + 1, message)
 
 
 def equal_answers(results: Sequence[EpisodeResult]) -> tuple[int, float]:

@@ -60,6 +60,20 @@ def test_every_path_that_a_page_names_is_there() -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_each_page_that_a_message_names_is_told_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packages = [ROOT / name for name in FOLDERS.split("|") if name not in ("benchmarks", "docs", "tests", "tools")]
+    texts = [path.read_text() for one in packages for kind in ("*.py", "*.yaml") for path in one.rglob(kind)]
+    named = {name for text in texts for name in re.findall(r"grpo docs ([a-z_]+)", text)}
+    assert len(named) > 10
+    for name in named:
+        monkeypatch.setattr(sys, "argv", ["grpo", "docs", name])
+        with pytest.raises(SystemExit, match="^0$"):
+            grpo.cli.main()
+        assert capsys.readouterr().out == (ROOT / "docs" / f"{name}.md").read_text()
+
+
 def test_python_and_yaml_of_the_pages_can_be_read() -> None:
     for block in (block for page in PAGES for block in page.blocks):
         {"python": ast.parse, "yaml": yaml.safe_load}.get(block.language, str)(block.text)

@@ -1,5 +1,6 @@
 """docs/settings.md, the table of all settings: `python -m tools.settings_page > docs/settings.md`."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,7 +123,7 @@ def reference() -> str:
     lines.append(f"\n## teacher\n\n{one_line(TeacherServerSettings.__doc__)} {about}")
     lines += [_DIFFERING, "| key | reference | here | why |\n|---|---|---|---|"]
     lines += [f"| `{key}` | `{theirs}` | `{ours}` | {REASONS[key]} |" for key, theirs, ours in differing()]
-    return "\n".join(lines) + "\n"
+    return re.sub(r"`grpo docs (\w+)`", r"[\1.md](\1.md)", "\n".join(lines)) + "\n"
 
 
 if __name__ == "__main__":

@@ -389,7 +389,7 @@ class Trainer:
             log.warning(
                 "step %d: policy/mismatch_kl_lag%d is %.3g nats, far more than the policy has moved meanwhile "
                 "(policy/moved_kl_lag%d): servers sampled something else than the versions that they name; see "
-                "proofs/failed, and docs/proofs.md",
+                "proofs/failed, and `grpo docs proofs`",
                 step,
                 lag,
                 value,

@@ -14,7 +14,7 @@ from grpo.environments.sandbox.records import Limits, SandboxError, SandboxMissi
 
 WHY_NOT = (
     "Bubblewrap needs namespaces of its own: for an ordinary user user.max_user_namespaces above 0, in a container "
-    "--cap-add SYS_ADMIN and no seccomp profile; docs/sandbox.md has all of it"
+    "--cap-add SYS_ADMIN and no seccomp profile; `grpo docs sandbox` has all of it"
 )
 PROGRAM = "/sandboxed.py"
 OPEN_FILES = 256

@@ -20,7 +20,7 @@ from grpo.transport.status import FINISHED
 TAKES_OTHERS = True
 EPILOG = """\
 The first time it starts the run, as topology in run.yaml says; given again it shows how it stands, and --stop ends it.
-Started once more, it goes on. Other --key value options are settings, as of grpo. docs/clusters.md tells more. A
+Started once more, it goes on. Other --key value options are settings, as of grpo. `grpo docs clusters` tells more. A
 training service takes the options of grpo service, and --topology as JSON:
 
   grpo launch service --on slurm --model M --output_dir D --topology '{"infer": {"replicas": 2}}'
@@ -128,7 +128,7 @@ def launched(words: Sequence[str]) -> ServiceLaunch:
         topology = Topology.model_validate_json(options.topology)
     except ValueError as error:
         raise UserError(
-            f"--topology is {options.topology[:200]!r}, expected JSON as docs/clusters.md shows: {error}"
+            f"--topology is {options.topology[:200]!r}, expected JSON as `grpo docs clusters` shows: {error}"
         ) from error
     if topology.train.nodes > 1:
         raise UserError(f"topology.train.nodes is {topology.train.nodes}, and a service trains on one machine")

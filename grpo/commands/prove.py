@@ -11,8 +11,8 @@ from grpo.transport.logs import printable
 
 _WIDTH = 120
 EPILOG = """\
-It reads the run's folder alone, or a copy of it, and needs neither torch nor a network. docs/proofs.md says what each
-part proves, and what it does not.
+It reads the run's folder alone, or a copy of it, and needs neither torch nor a network. `grpo docs proofs` says what
+each part proves, and what it does not.
 
 exit codes: 0 nothing is broken; 1 something is broken; 2 there is no run, or the command line is wrong; 3 with
 --strict, nothing is broken and something is unproved"""

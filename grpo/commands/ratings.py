@@ -19,7 +19,7 @@ from grpo.transport.logs import printable
 
 EPILOG = """\
 Elo by maximum likelihood over all games in the ledger whose batch has left, with standard errors; the model before
-training, where it has played, has 0. docs/league.md says what ratings do not say.
+training, where it has played, has 0. `grpo docs league` says what ratings do not say.
 
 exit codes: 0 done; 2 there is no ledger, or the command line is wrong"""
 _MAX_SHOWN = 24
@@ -43,7 +43,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"games": tables}, indent=1))
     else:
-        none = "no games: a role has to be bound to a player, and the game's batch to have left (docs/league.md)"
+        none = "no games: a role has to be bound to a player, and the game's batch to have left (`grpo docs league`)"
         print(printable("\n\n".join(map(as_text, tables)) if tables else none))
     return 0
 

@@ -157,7 +157,7 @@ def report(runs: Mapping[str, Path], *, title: str, metrics: Sequence[str] = (),
     keys = [REWARD, "eval/accuracy", *metrics]
     for key in metrics:
         if not any(run.curve(key) for run in made):
-            raise UserError(f"--metric {key}: no run has it; docs/metrics.md lists what runs have")
+            raise UserError(f"--metric {key}: no run has it; `grpo docs metrics` lists what runs have")
     form = HTML if drawn else MARKDOWN
     parts = [
         form.table(("run", "seed", "state", "steps", "reward", "held-out accuracy"), [*map(_outcome, made)]),

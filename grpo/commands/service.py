@@ -33,7 +33,7 @@ _TENANT = re.compile(r"[A-Za-z0-9_-]{1,40}")
 EPILOG = """\
 A stock client needs two environment variables, both from service.json in the output folder, which is written once the
 service serves: TINKER_BASE_URL (base_url) and TINKER_API_KEY (api_key). The same command after any end, kill -9
-included, goes on where it was. docs/service.md says what is served.
+included, goes on where it was. `grpo docs service` says what is served.
 
   grpo service --model Qwen/Qwen3-0.6B --output_dir outputs/service --port 8100
 

@@ -39,7 +39,7 @@ TAKES_OTHERS = True
 EPILOG = """\
 DATA is a file (JSONL, JSON, CSV, Parquet, Arrow) with a prompt and an answer in each row; a prompt is a text, or a list
 of chat messages. Or it is the folder of a run with traces, whose rollouts with a reward of at least --min_reward are
-learned. All other options are settings of grpo-train, as in docs/settings.md:
+learned. All other options are settings of grpo-train, as in `grpo docs settings`:
 
   grpo sft pairs.jsonl --model configs/quickstart/model --output_dir outputs/sft --epochs 3 --learning_rate 1e-3
   grpo quickstart --train.init_adapter outputs/sft/broadcasts/step_000060

@@ -232,7 +232,7 @@ class Arena:
         """Hands a batch over, and ends the step: it is packed and sent beside what comes next. A batch without a sample
         is not sent; the next one takes its place. Raises ValueError without a run."""
         if (run := self._run) is None or self._number is None:
-            raise ValueError("there is no run to train in; start one with orch.arena (docs/arena.md)")
+            raise ValueError("there is no run to train in; start one with orch.arena (`grpo docs arena`)")
         number, self._number, self._num_requested = self._number, None, 0
         taken = {*(result.id for result in batch.results), *batch.group.dropped}
         left = [one for name, one in self._open.items() if name not in taken]

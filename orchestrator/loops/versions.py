@@ -114,7 +114,7 @@ class Versions:
         step, stops = receipt.step, self.settings.proofs.on_failure == "stop"
         message = f"the gradients of step {step} are not those of batch {step}'s samples: {finding}"
         if not stops:
-            log.warning("%s; see docs/proofs.md", message)
+            log.warning("%s; see `grpo docs proofs`", message)
             return
         await in_thread(self.fates.ledger.changes())
         raise ProofFailed(

@@ -47,7 +47,7 @@ class CollapseWatch:
                 env,
                 not others and side != "" and len(names) >= MIN_GAMES,
                 f"{side} won all {len(names)} games of {env} in batch {step}: such games teach little; give stronger "
-                "or more opponents (docs/league.md), or look whether the game or its judge favours that side",
+                "or more opponents (`grpo docs league`), or look whether the game or its judge favours that side",
             )
 
     def step(self, metrics: Mapping[str, float]) -> None:

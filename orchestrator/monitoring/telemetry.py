@@ -216,7 +216,7 @@ class Prometheus:
             name, _, of = rest.partition("/")
             title = "grpo_" + "".join(one if one.isalnum() else "_" for one in f"{group}_{name}")
             if title not in families:
-                families[title] = GaugeMetricFamily(title, f"{group}/{name}, see docs/metrics.md", labels=names)
+                families[title] = GaugeMetricFamily(title, f"{group}/{name}, see `grpo docs metrics`", labels=names)
             families[title].add_metric((*self._labels.values(), of), value)
         yield from families.values()
         yield from self._programs()
