@@ -69,7 +69,7 @@ def test_each_page_that_a_message_names_is_told_by_its_name(
     assert len(named) > 10
     for name in named:
         monkeypatch.setattr(sys, "argv", ["grpo", "docs", name])
-        with pytest.raises(SystemExit, match="^0$"):
+        with pytest.raises(SystemExit, match=r"^0$"):
             grpo.cli.main()
         assert capsys.readouterr().out == (ROOT / "docs" / f"{name}.md").read_text()
 
