@@ -1,4 +1,4 @@
-"""The environments that come with the product, written as people write theirs: from what `grpo` has for everybody."""
+"""The built-in environments. They use only the public API of `grpo`, as your own would."""
 
 BUILT_IN = {
     "reverse-text": "grpo.environments.reverse_text:ReverseText",
@@ -13,6 +13,6 @@ BUILT_IN = {
     "verifiers": "grpo.environments.verifiers:Verifiers",
     "openenv": "grpo.environments.openenv:OpenEnv",
 }
-"""Classes by `env[].id`."""
+"""The class of each built-in environment, by `env[].id`."""
 EXTRAS = {"openenv": "openenv", "game": "games", "textarena": "textarena"}
-"""What of `grpo-pipeline[…]` an environment needs, by `env[].id`; `reward: math` needs `math` besides."""
+"""The extra of `grpo-pipeline[…]` that an environment needs, by `env[].id`. `reward: math` needs the extra `math`."""

@@ -1,5 +1,5 @@
-"""A chat loop, as a harness of `verifiers` that runs in the environment's own process: no program is installed or
-started for a rollout. Its agents talk and call tool servers; they run no code.
+"""A harness of `verifiers` that runs a chat loop in the environment's own process, so that a rollout installs and
+starts no program. Its agents chat and call tool servers; they run no code.
 
 `verifiers` finds it by its id, like any harness package (`grpo.environments.verifiers` makes the id known).
 """
@@ -16,17 +16,17 @@ from verifiers.v1.harnesses.utils.mcp import MCPConnection, connect_mcp, mcp_con
 __all__ = ["ChatHarness"]
 
 CONTEXT_FULL = "context_length_exceeded"
-"""The code of OpenAI's API, which `verifiers` hands on within a text."""
+"""The error code of OpenAI's API for a full context; `verifiers` passes it on inside the error's text."""
 FAILED_CALLS = "failed_tool_calls"
-"""The key of a trace's `info` that lists them, as (id of the call, kind of error, message)."""
+"""The key in a trace's `info` that lists failed calls, as (id of the call, kind of error, message)."""
 
 
 class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """Has the settings that every harness has, and no others."""
+    """The settings that every harness has."""
 
 
 class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
-    """Asks for an answer, makes the calls in it, and so on until an answer has none."""
+    """Samples answers and makes the tool calls in them, until an answer has no call."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -45,7 +45,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
         data: vf.TaskData,
         tool_interception_url: str | None = None,
     ) -> vf.ProgramResult:
-        """Plays one segment of the conversation. A turn that `verifiers` refuses ends it; so does a full context."""
+        """Runs one segment of the conversation. It ends early if `verifiers` refuses a turn or the context is full."""
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(
                 openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None)
@@ -58,7 +58,7 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):  # type: ignore[misc]
                 try:
                     made = await client.chat.completions.create(model=ctx.model, messages=messages, **more)
                 except openai.APIStatusError as error:
-                    # A failure is none to `verifiers` where the rollout was stopped.
+                    # `verifiers` does not count this as a failure if it has stopped the rollout.
                     return vf.ProgramResult(0 if CONTEXT_FULL in str(error) else 1, "", str(error))
                 message = made.choices[0].message.model_dump(exclude_none=True)
                 messages.append(message)
@@ -80,7 +80,7 @@ async def _result(
     connections: dict[str, MCPConnection],
     trace: vf.Trace,
 ) -> dict[str, Any]:
-    """Makes a call, and returns what the policy is told of it."""
+    """Makes a tool call and returns its result as a message for the policy."""
     name, error = call["function"]["name"], ""
     if name in places:
         server, tool = places[name]

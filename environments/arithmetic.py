@@ -15,11 +15,11 @@ Problem = tuple[int, str, int]
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 LEAST_MAX_OPERAND = 9
-"""With fewer problems, a split might have none."""
+"""Smallest allowed `max_operand`: below it, a split might have no problem."""
 
 
 def split_of(problem: Problem) -> str:
-    """The split that a problem belongs to: `eval` where a hash of it mod 10 is 0. `3+4` and `4+3` share theirs."""
+    """Returns the split of a problem: `eval` if a hash of it mod 10 is 0. `3+4` and `4+3` share it."""
     first, operation, second = problem
     if operation != "-" and first > second:
         first, second = second, first
@@ -39,24 +39,24 @@ def problems(seed: int, num: int, operations: Sequence[str], max_operand: int, s
 
 
 def prompt(problem: Problem) -> str:
-    """The user's message: `Compute: 12+7`."""
+    """Returns the user's message: `Compute: 12+7`."""
     first, operation, second = problem
     return f"Compute: {first}{operation}{second}"
 
 
 def answer(problem: Problem) -> int:
-    """The result: 19."""
+    """Returns the problem's result: 19."""
     first, operation, second = problem
     return int(OPERATIONS[operation](first, second))
 
 
 def correct(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the last number in the completion is the answer; the question's own `0+7`, copied, is none."""
+    """Returns 1 if the completion's last number is the answer, else 0. A copy of the question does not count."""
     return number(completion.replace(example["prompt"].removeprefix("Compute: "), ""), example)
 
 
 class Arithmetic(Environment):
-    """Problems of two whole numbers from 0 to `max_operand`; training and evaluation never share one."""
+    """Asks problems of two whole numbers from 0 to `max_operand`. Training and evaluation share no problem."""
 
     rubric = Rubric([correct], parser=Parser())
 
@@ -69,7 +69,7 @@ class Arithmetic(Environment):
         num_eval: int = 200,
         seed: int = 0,
     ) -> None:
-        """`operations`: of `+`, `-` and `*`, drawn with equal chances."""
+        """`operations`: some of `+`, `-`, `*`, equally likely. `max_operand`: at least 9. Raises ValueError."""
         if not operations or not set(operations) <= OPERATIONS.keys() or max_operand < LEAST_MAX_OPERAND:
             raise ValueError(
                 f"operations = {[*operations]} and max_operand = {max_operand}: expected some of "

@@ -1,5 +1,5 @@
-"""`debate`: two roles argue for and against a topic, and what one wins the other loses. Held-out debates are against
-the model before training: in a game against itself a policy wins as much as it loses, however well it plays."""
+"""`debate`: two roles argue for and against a topic; one wins and the other loses. Evaluation debates are against the
+model before training, because a policy that debates itself always wins half."""
 
 import random
 import re
@@ -30,7 +30,7 @@ ARGUMENTS = {
     AFF: ("good", "cheap", "fun", "safe", "fast", "clean", "kind", "warm"),
     NEG: ("bad", "dear", "dull", "risky", "slow", "dirty", "mean", "cold"),
 }
-"""The words that speak for a topic and against it."""
+"""The words that count as arguments of each role."""
 AFF_PROMPT = "You debate. Argue for the topic in a few sentences, and answer what the other side says."
 NEG_PROMPT = "You debate. Argue against the topic in a few sentences, and answer what the other side says."
 JUDGE_PROMPT = """\
@@ -44,7 +44,7 @@ _VERDICT = re.compile(r"\bwinner\W{1,10}(aff|neg|tie)\b", re.IGNORECASE)
 
 
 def points(transcript: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Returns how many different words of its own list each role named before anybody else did.
+    """Returns, for each role, how many different words of its list it said before the other role did.
 
     Example: ``points([("Aff", "good, fun."), ("Neg", "good, bad, bad.")])`` is ``{"Aff": 2.0, "Neg": 1.0}``
     """
@@ -57,22 +57,21 @@ def points(transcript: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def verdict_of(text: str) -> str | None:
-    """Returns `Aff`, `Neg` or `tie` as a judge's answer says, the last where it says so more than once; None where it
-    does not say."""
+    """Returns the last verdict in a judge's answer: `Aff`, `Neg` or `tie`; None if it has none."""
     found = _VERDICT.findall(text)
     return {"aff": AFF, "neg": NEG, "tie": "tie"}[found[-1].lower()] if found else None
 
 
 class Debate(AlternatingRolesEpisode, Environment):
-    """`num_rounds` times Aff and then Neg speak; then a judge, who is no role and is never trained, names the winner.
+    """Aff and Neg speak in turns, `num_rounds` times each. Then a judge, which is never trained, names the winner.
 
-    The winner gets 1, the other -1; after a tie, and where the judge's answer names nobody, both get
-    0, and the metrics `tie` and `no_verdict` count it. Each role's rewards are compared within the group. With the
-    judge `rule` the metrics `points/Aff` and `points/Neg` say how many arguments counted.
+    The winner's reward is 1, the loser's -1. Both get 0 if there is a tie or the judge names nobody; the metrics `tie`
+    and `no_verdict` count these. Each role's rewards are compared within the group. With the judge `rule`, the metrics
+    `points/Aff` and `points/Neg` are the numbers of arguments that counted.
 
-    Each held-out topic is debated twice, by the policy as the one role and the model before training as the other.
-    The accuracy is the share that the policy wins, a tie being half, and `against_base/Aff` and `against_base/Neg` are
-    that of each role; in training it is the share against the `opponent`, and a half where there is none.
+    Each held-out topic is debated twice, with the policy in one role and the model before training in the other. The
+    accuracy is the share of debates that the policy wins; a tie counts half. `against_base/Aff` and `against_base/Neg`
+    are that share by the policy's role. In training, accuracy is against the `opponent`, and 0.5 without one.
     """
 
     def __init__(
@@ -91,11 +90,11 @@ class Debate(AlternatingRolesEpisode, Environment):
         by: DrawRule = "uniform",
         seed: int = 0,
     ) -> None:
-        """`judge`: `rule` names the side with more `points` and needs no model; else a model that is asked beside the
-        policy, greedily: `base`, `policy`, or `{base_url, model, api_key_var}`. `num_eval` of the `topics` are kept for
-        evaluation (0: it is on those of training). `max_tokens`: of one speech. `opponent`: who has the one side
-        in training, which side by chance: `past`, drawn `by` a rule from each version that is a multiple of `every`,
-        of which the newest `keep` stay; `base`; `newest` (None: the policy is trained in both)."""
+        """`judge`: `rule`, by which the side with more `points` wins, or a model, greedily: `base`, `policy`, or
+        `{base_url, model, api_key_var}`. `num_eval`: topics kept for evaluation (0: it uses those of training).
+        `max_tokens`: of one speech. `opponent`: who has one role, drawn at random, in training: `past` (a version,
+        drawn `by` this rule from the newest `keep` multiples of `every`), `base` or `newest` (None: the policy is
+        trained in both roles). Raises ValueError for repeated topics, or no more than `num_eval`."""
         prompts = {AFF: aff_prompt, NEG: neg_prompt}
         roles = [Role(id=role, system_prompt=text, max_tokens=max_tokens) for role, text in prompts.items()]
         super().__init__(roles=roles, max_turns=2 * num_rounds)
@@ -136,7 +135,7 @@ class Debate(AlternatingRolesEpisode, Environment):
             state.truncated = True
 
     async def _speech(self, ctx: RolloutContext, state: EpisodeState) -> str:
-        """Returns what the policy says as the role that it plays, and the model before training as the other."""
+        """Returns a speech: of the policy for its own role, of the model before training for the other."""
         shown = self.messages_for(state.role, state)
         if state.role == state.example["plays"]:
             return (await ctx.sample(state.role, shown)).text
@@ -144,13 +143,13 @@ class Debate(AlternatingRolesEpisode, Environment):
         return await ctx.ask(asked, temperature=1.0, max_tokens=self._max_tokens)
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
-        """The topic, and once the judge has spoken, the verdict, and what a model said."""
+        """Returns the topic and, after the judgement, the verdict and a judging model's answer."""
         return {"topic": state.example["topic"], **state.data}
 
     # --- the rubric ---
 
     async def verdict(self, state: EpisodeState) -> dict[str, float]:
-        """The winner gets 1, the other -1."""
+        """Returns each role's reward: 1 for the winner, -1 for the loser, else 0."""
         transcript = _transcript(state)
         if self._judge is None:
             counts = points(transcript)
@@ -165,26 +164,26 @@ class Debate(AlternatingRolesEpisode, Environment):
         return {AFF: aff, NEG: -aff}
 
     def won(self, state: EpisodeState) -> float:
-        """1 where the role that the policy plays has won, and a half after a tie and where it plays both."""
+        """Returns 1 if the policy's role has won, 0 if it has lost, 0.5 after a tie or if it plays both roles."""
         bound = [role for role in ARGUMENTS if role not in state.players] if state.players else []
         own, winner = state.example.get("plays", *bound), state.data["verdict"]
         return float(winner == own) if own is not None and winner in (AFF, NEG) else 0.5
 
     def against_base(self, state: EpisodeState) -> dict[str, float]:
-        """1 where the policy has won against the model before training, by the role that it played."""
+        """Returns `won` by the policy's role, for debates against the model before training; else nothing."""
         own = state.example.get("plays")
         return {} if own is None else {own: self.won(state)}
 
     def tie(self, state: EpisodeState) -> float:
-        """1 where the judge found both alike."""
+        """Returns 1 after a tie."""
         return float(state.data["verdict"] == "tie")
 
     def no_verdict(self, state: EpisodeState) -> float:
-        """1 where the judge's answer names nobody."""
+        """Returns 1 if the judge's answer names nobody."""
         return float(state.data["verdict"] is None)
 
     def points(self, state: EpisodeState) -> dict[str, float]:
-        """Arguments of each side that counted."""
+        """Returns how many arguments of each role counted."""
         return points(_transcript(state))
 
 

@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from mcp import Client
 
 CLOSED = -32000
-"""The code of MCP's error for a connection that is gone."""
+"""MCP's error code for a lost connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class McpServer:
-    """A server with tools: a program that speaks over its standard input and output, or an address.
+    """An MCP server, by the program that starts it (stdio) or by its address.
 
     Example: ``McpServer(command=("uvx", "mcp-server-time"))``, ``McpServer(url="http://127.0.0.1:9000/mcp")``
     """
 
     command: Sequence[str] = ()
-    """The program with its arguments. It ends with the worker, and is shared by the worker's rollouts."""
+    """The program and its arguments. A worker's rollouts share it, and it ends with the worker."""
     url: str = ""
     """The address of a server over streamable HTTP."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that the program gets besides PATH, HOME and the like, such as keys of its own."""
+    """Environment variables for the program, such as its keys, besides PATH, HOME and the like."""
     tools: Sequence[str] | None = None
-    """Names of those that the policy may call; None for all."""
+    """Names of the tools that the policy may call (None: all)."""
     start_timeout_s: float = 20.0
-    """Seconds for the server to come up and name its tools."""
+    """Seconds that the server may take to start and list its tools."""
     _connections: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Connection]" = field(
         default_factory=weakref.WeakKeyDictionary, init=False, repr=False, compare=False
     )
@@ -48,8 +48,8 @@ class McpServer:
         return f"the MCP server {self.url or ' '.join(self.command)}"
 
     async def open(self) -> Mapping[str, Tool]:
-        """Returns the tools by name. Each event loop has one connection; one that has broken off is made again. Raises
-        ValueError for a server that does not come up, or has not the tools that are named."""
+        """Returns the tools by name. Each event loop has one connection, which is opened again after it is lost. Raises
+        ValueError if the server does not start, or lacks one of `tools`."""
         loop = asyncio.get_running_loop()
         connection = self._connections.get(loop)
         if connection is None or connection.task.done() or connection.task.cancelling():
@@ -58,7 +58,7 @@ class McpServer:
 
 
 class _Connection:
-    """Holds a connection for as long as its task runs: the task that opens it must be the one that closes it."""
+    """A connection and the task that keeps it open; a connection must be closed by the task that opened it."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -66,7 +66,7 @@ class _Connection:
         self.task = asyncio.create_task(self._stay())
 
     async def tools(self) -> dict[str, Tool]:
-        """Returns the tools once the server has named them. Raises ValueError."""
+        """Returns the tools once the server has listed them. Raises ValueError if it does not in time."""
         try:
             async with asyncio.timeout(self._server.start_timeout_s):
                 return await asyncio.shield(self._tools)

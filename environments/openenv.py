@@ -1,8 +1,8 @@
 """`openenv`: an environment of an OpenEnv server, over its WebSocket protocol (`reset`, `step`, `state`, `close`).
 
-The protocol is spoken here and not by the `openenv` package, whose client needs none of what that package installs.
-Each rollout has a session of its own. A server that is away, or full, is waited for before the first answer; one that
-is lost later costs the rollout, because nobody can tell what became of its environment.
+This module implements the protocol itself, because the `openenv` package installs much that a client does not need.
+Each rollout has its own session. A rollout waits at its start for a server that is down or full. If the connection is
+lost later the rollout fails, because the state of its environment is unknown.
 """
 
 import asyncio
@@ -33,22 +33,22 @@ except ImportError:
     raise UserError("openenv needs websockets, which is not installed: pip install 'grpo-pipeline[openenv]'") from None
 
 WAIT_S, STEP_LIMIT_S, CONNECT_LIMIT_S = 20.0, 20.0, 5.0
-"""Seconds for a first observation of a server that may be away or full, for one answer, and for one attempt to connect.
-All count as the environment's time and stay below the default `reward_timeout_s`."""
+"""Limits in seconds: for the first observation (the server may be down or full), one answer, one attempt to connect.
+They count as the environment's time, and are below the default `reward_timeout_s`."""
 STATE_LIMIT_S, CLOSE_LIMIT_S = 3.0, 1.0
-"""Seconds for the state at the end and for the farewell; a rollout is complete without either."""
+"""Limits in seconds for reading the final state and for closing; a rollout succeeds without either."""
 MAX_MESSAGE_BYTES = 100 * 1024 * 1024
-"""The limit of OpenEnv's own client."""
+"""Largest message; OpenEnv's own client has the same limit."""
 REFUSED_ACTION, MALFORMED_ACTION = "refused_action", "malformed_action"
-"""The server says that the answer is no action of its environment; the codec says so."""
+"""Kinds of errors: the server, or the codec, rejects an answer as no valid action."""
 
 
 class SessionLost(ConnectionError):
-    """No server took a session in time, or it went away in the middle of a rollout."""
+    """No session could be opened in time, or it was lost during a rollout."""
 
 
 class OpenEnvError(RuntimeError):
-    """The server said that something went wrong."""
+    """An error that the server has reported."""
 
     def __init__(self, about: Mapping[str, Any]) -> None:
         wrong = [f"{one.get('loc')}: {one.get('msg')}" for one in about.get("errors") or []]
@@ -57,7 +57,7 @@ class OpenEnvError(RuntimeError):
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Tells whether nobody is there, or no session is left."""
+    """Returns whether a retry may help: the server is down or full."""
     return isinstance(error, SessionLost) or (isinstance(error, OpenEnvError) and error.code == "CAPACITY_REACHED")
 
 
@@ -74,7 +74,7 @@ class Observed(BaseModel):
 
     @property
     def error(self) -> tuple[str, str, str] | None:
-        """(error_kind, hint_template_key, message), where the environment marked its step as one that went wrong."""
+        """(error_kind, hint_template_key, message) if the environment marked this step as an error, else None."""
         for marked in (self.metadata, self.observation.get("metadata"), self.observation.get("meta"), self.observation):
             if isinstance(marked, Mapping) and marked.get("error_kind"):
                 kind = str(marked["error_kind"])
@@ -84,10 +84,10 @@ class Observed(BaseModel):
 
 
 class Codec:
-    """Turns an environment's observations into text, and text into its actions: here an action has one text field, and
-    one field of an observation is shown, or all but its metadata as JSON.
+    """Turns observations into text for the policy, and answers into actions. This one puts the answer into one field of
+    an action, and shows one field of an observation, or all but its metadata as JSON.
 
-    Another class with these two methods may take its place; it is made without arguments:
+    You can give your own class with the same two methods and no constructor arguments:
     ``args: {base_url: ..., codec: "my_codec.py:Chess"}``
     """
 
@@ -95,7 +95,7 @@ class Codec:
         self.action_field, self._observation_field = action_field, observation_field
 
     def to_text(self, observation: Mapping[str, Any]) -> str:
-        """Returns what the policy is shown. Raises ValueError where the observation has no such field."""
+        """Returns the text for the policy. Raises ValueError if the observation lacks the field."""
         if self._observation_field is None:
             return json.dumps({key: value for key, value in observation.items() if key not in ("metadata", "meta")})
         if self._observation_field not in observation:
@@ -104,12 +104,12 @@ class Codec:
         return shown if isinstance(shown, str) else json.dumps(shown)
 
     def to_action(self, text: str) -> Mapping[str, Any]:
-        """Returns the action that an answer means. Raises ValueError with what is wrong, which the policy is shown."""
+        """Returns the action for an answer. The policy is shown the message of a ValueError raised here."""
         return {self.action_field: text}
 
 
 async def _ask(socket: ClientConnection, kind: str, limit_s: float, data: Mapping[str, Any] | None = None) -> Any:
-    """Raises OpenEnvError, SessionLost and TimeoutError."""
+    """Sends a message and returns the answer's data. Raises OpenEnvError, SessionLost or TimeoutError."""
     try:
         async with asyncio.timeout(limit_s):
             await socket.send(json.dumps({"type": kind} | ({} if data is None else {"data": dict(data)})))
@@ -125,22 +125,22 @@ async def _ask(socket: ClientConnection, kind: str, limit_s: float, data: Mappin
 
 
 def total_reward(state: EpisodeState) -> float:
-    """The sum of the steps' rewards."""
+    """Returns the sum of the steps' rewards."""
     return float(sum(state.data["rewards"]))
 
 
 def num_steps(state: EpisodeState) -> float:
-    """Actions that the environment took, with or without a reward for each."""
+    """Returns how many actions the environment accepted."""
     return float(len(state.data["actions"]))
 
 
 def finished(state: EpisodeState) -> float:
-    """1 where the environment said that it was done."""
+    """Returns 1 if the environment ended the episode."""
     return float(state.data["observed"].done)
 
 
 class OpenEnv(MultiTurnEpisode, Environment):
-    """An OpenEnv server's environment: the policy's answers are its actions.
+    """An environment on an OpenEnv server. Each answer of the policy is an action.
 
     Example: ``env: [{id: openenv, args: {base_url: "http://127.0.0.1:8000", action_field: message, max_turns: 4}}]``
     """
@@ -161,13 +161,13 @@ class OpenEnv(MultiTurnEpisode, Environment):
         num_eval: int = 50,
         seed: int = 0,
     ) -> None:
-        """`base_url`: of the server. `prompt`: a text, or messages, before the first observation. `action_field`: the
-        field of an action that takes the answer; `observation_field`: the field of an observation that is shown (null:
-        all, as JSON); or `codec`, `module:Class` or `path/to/file.py:Class`, for both (see `Codec`). `solved_at`: from
-        which reward on an episode counts as solved, which evaluation reports. `reset`: arguments of every `reset`; each
-        example adds its seed: `num_eval` of them from `seed` on are evaluated, the next `num_train` trained.
-        `observes_state`: every observation tells the whole state, as a board does, so that teachers are shown the
-        prompt and the newest one instead of the conversation."""
+        """`base_url`: the server's address. `prompt`: a text or messages shown before the first observation.
+        `action_field`: the action's field for the answer. `observation_field`: the observation's field to show (null:
+        all, as JSON). `codec`: `module:Class` or `path/to/file.py:Class` instead of these two (see `Codec`).
+        `solved_at`: smallest total reward that counts as solved, for the accuracy. `reset`: arguments of every `reset`,
+        to which each example adds its own seed: `num_eval` seeds from `seed` on are for evaluation, the next
+        `num_train` for training. `observes_state`: each observation is the whole state, such as a board; teachers then
+        see the prompt and the newest observation instead of the conversation. Raises ValueError."""
         super().__init__(max_turns=max_turns)
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url = {base_url!r}, expected an address such as http://127.0.0.1:8000")
@@ -180,13 +180,13 @@ class OpenEnv(MultiTurnEpisode, Environment):
         self.rubric = Rubric([total_reward], accuracy=self.solved, metrics=[num_steps, finished])
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        """Seeds: no seed is in both splits."""
+        """Returns one example a seed. The splits share no seed."""
         first = self._seed + (0 if split == "eval" else self._num["eval"])
         seeds = range(first, first + self._num[split])
         return [{"prompt": self._prompt, "task": f"{self._url}#{seed}", "seed": seed} for seed in seeds]
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
-        """Raises SessionLost, TimeoutError and OpenEnvError, each of which costs the rollout."""
+        """Plays an episode. SessionLost, TimeoutError and OpenEnvError make the rollout fail."""
         arguments = {**self._reset, "seed": state.example["seed"]}
         async with self._session(arguments) as (socket, observed):
             state.data |= {"rewards": [], "actions": [], "reset": arguments, "socket": socket, "observed": observed}
@@ -197,7 +197,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
                 state.data["state"] = None
 
     def initial_messages(self, state: EpisodeState) -> Sequence[Message]:
-        """The prompt and the newest observation; where the prompt ends with a user's message, both in one."""
+        """Returns the prompt and the newest observation, in one message if the prompt ends with a user's."""
         shown = self._codec.to_text(state.data["observed"].observation)
         prompt = messages_of(state.example)
         if prompt[-1]["role"] != "user":
@@ -209,7 +209,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
         return self.initial_messages(state) if self._observes_state else None
 
     async def respond(self, state: EpisodeState, ctx: RolloutContext) -> str | None:
-        """Takes the answer for an action."""
+        """Sends the answer as an action, and returns the next observation (None: the episode has ended)."""
         try:
             action = dict(self._codec.to_action(state.last_text))
         except ValueError as error:
@@ -230,16 +230,16 @@ class OpenEnv(MultiTurnEpisode, Environment):
         return None if observed.done else self._codec.to_text(observed.observation)
 
     def solved(self, state: EpisodeState) -> float:
-        """1 where the reward came up to `solved_at`."""
+        """Returns 1 if the total reward is at least `solved_at`."""
         return float(total_reward(state) >= self._solved_at)
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
-        """Returns what is needed to play the episode again, and the server's state at its end, where it tells."""
+        """Returns what a replay needs, and the server's final state if it is known."""
         return {key: state.data.get(key) for key in ("reset", "actions", "rewards", "state")}
 
     @asynccontextmanager
     async def _session(self, arguments: Mapping[str, Any]) -> AsyncIterator[tuple[ClientConnection, Observed]]:
-        """Opens a session and resets it. Waits for a server that is away, full or slow."""
+        """Opens and resets a session. Waits up to WAIT_S for a server that is down or full."""
         stop, pause = stop_after_delay(WAIT_S), wait_exponential(multiplier=0.1, max=1.0)
         attempts = AsyncRetrying(retry=retry_if_exception(_may_pass), stop=stop, wait=pause, reraise=True)
         begun: tuple[ClientConnection, Observed] = await attempts(self._begin, arguments)
@@ -254,7 +254,7 @@ class OpenEnv(MultiTurnEpisode, Environment):
             socket.transport.abort()
 
     async def _begin(self, arguments: Mapping[str, Any]) -> tuple[ClientConnection, Observed]:
-        """Makes one attempt."""
+        """Tries once to open and reset a session."""
         try:
             address = f"ws{self._url.removeprefix('http')}/ws"
             socket = await connect(address, open_timeout=CONNECT_LIMIT_S, close_timeout=1, max_size=MAX_MESSAGE_BYTES)

@@ -1,5 +1,5 @@
-"""`proposer-solver`: one role asks, the other answers, and the best questions are those that half of the answers get
-right."""
+"""`proposer-solver`: one role writes questions and the other answers them. A question is best if half of the answers
+are right."""
 
 import ast
 import operator
@@ -33,23 +33,21 @@ _NUM_DRAWABLE = 2 * 21 * 21 + 10 * 10
 
 
 def question_of(text: str) -> str | None:
-    """The expression that a proposal asks for, without spaces: `Question: 3 + 4` gives `3+4`; of several, the last.
-    None where there is none, or it is no whole-number arithmetic (`+`, `-`, `*`, brackets; 2 to 8 numbers of up to 6
-    digits)."""
+    """Returns a proposal's last question, without spaces: `Question: 3 + 4` gives `3+4`. None if there is none, or it
+    is no whole-number arithmetic (`+`, `-`, `*`, brackets; 2 to 8 numbers of up to 6 digits)."""
     found = _QUESTION.findall(text)
     expression = found[-1].strip().rstrip("?= .").strip() if found else ""
     return None if value_of(expression) is None else expression.replace(" ", "")
 
 
 def free_question_of(text: str) -> str | None:
-    """Returns the question in words that a proposal asks, on one line; of several, the last. None where there is none,
-    or it is longer than 1000 characters."""
+    """Returns a proposal's last question in words, one line. None if there is none, or it has over 1000 characters."""
     found = _FREE_QUESTION.findall(text)
     return found[-1].strip() if found and len(found[-1]) <= _MOST_FREE_CHARACTERS else None
 
 
 def value_of(expression: str) -> int | None:
-    """Returns an expression's value; None for anything that `question_of` refuses."""
+    """Returns an expression's value, or None for one that `question_of` refuses."""
     numbers = re.findall(r"\d+", expression)
     if (
         len(expression) > _MOST_CHARACTERS
@@ -75,7 +73,7 @@ def _value(node: ast.expr) -> int:
 
 
 def drawn_questions(num: int, rng: random.Random) -> list[str]:
-    """`num` different questions of two numbers: sums and differences of up to 20, products of up to 9."""
+    """Draws `num` different questions of two numbers: up to 20 for `+` and `-`, up to 9 for `*`. Raises ValueError."""
     if num > _NUM_DRAWABLE:
         raise ValueError(f"{num} different example questions were asked for; there are {_NUM_DRAWABLE}")
     questions: dict[str, None] = {}
@@ -87,12 +85,12 @@ def drawn_questions(num: int, rng: random.Random) -> list[str]:
 
 
 def solved(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the last number of the answer is what the question comes to."""
+    """Returns 1 if the answer's last number is the question's value, else 0."""
     return number(completion, {"answer": value_of(example["question"])})
 
 
 def judged_by(judge: str | Mapping[str, Any]) -> Reward:
-    """1 where a model finds the answer right; 0 also where it does not say. It is never trained."""
+    """Returns a reward that is 1 if a model judges the answer right, else 0, also for no verdict."""
     client = client_of(judge)
 
     async def judged(completion: str, example: Mapping[str, Any]) -> float:
@@ -102,15 +100,14 @@ def judged_by(judge: str | Mapping[str, Any]) -> Reward:
 
 
 class ProposerSolver(Episode, Environment):
-    """The Proposer writes a question; `num_solvers` Solvers answer it, each in an episode of its own below the
-    Proposer's. Questions are arithmetic, and what is right is computed; or, with a `judge`, they are in words, and a
-    model says what is right.
+    """The Proposer writes a question, and `num_solvers` Solvers answer it, each in its own child episode. Questions are
+    arithmetic, whose results are computed, or, with a `judge`, in words, whose answers a model judges.
 
-    A Solver gets 1 or 0. The Proposer gets 1 - 2 |pass rate - target|, or -1 for what is no question (see
-    `question_of`), which no Solver sees. Proposers are compared with the others of their group, Solvers with those
-    of the same question.
+    A Solver's reward is 1 or 0. The Proposer's is 1 - 2 |pass rate - target|, or -1 if it wrote no valid question (see
+    `question_of`); then no Solver is asked. Proposers are compared within their group, Solvers with those of the same
+    question.
 
-    In training, questions that earned more than 0 go into the run's store `questions`, with that reward as weight.
+    In training, a question with a reward above 0 goes into the run's store `questions`, with the reward as its weight.
     """
 
     roles = (Role(id=PROPOSER),)
@@ -131,13 +128,12 @@ class ProposerSolver(Episode, Environment):
         num_eval: int | None = None,
         seed: int = 0,
     ) -> None:
-        """The prompts contain `{question}`: for the Proposer an example, for a Solver what it is to answer. Training
-        examples are `seed_questions`, texts or `{question: TEXT}`, those of the data file `questions` (docs/data.md;
-        its column `question`), and `num_train` drawn ones; those of evaluation are `num_eval` other ones (50).
-        `judge`: `base`, `policy`, or `{base_url, model, api_key_var}`: questions are in words then, none are drawn,
-        and the last `num_eval` that are given are those of evaluation (a tenth of them, from 1 to 50). `from_store`:
-        the share of training rollouts whose example is drawn by weight from the store instead, in which the seed
-        questions have weight 1."""
+        """`target`: the best pass rate. The prompts contain `{question}`: an example for the Proposer, the task for a
+        Solver. Training examples are `seed_questions` (texts or `{question: TEXT}`), the column `question` of the data
+        file `questions` (`grpo docs data`), and `num_train` random ones; evaluation has `num_eval` other ones (null:
+        50). `judge`: `base`, `policy`, or `{base_url, model, api_key_var}`. With it, questions are in words, none are
+        random, and the last `num_eval` are for evaluation (null: a tenth, 1 to 50). `from_store`: share of training
+        rollouts with an example from the store, drawn by weight; seed questions have weight 1. Raises ValueError."""
         if num_solvers < 1 or not 0 <= target <= 1 or not 0 <= from_store <= 1:
             raise ValueError(
                 f"num_solvers={num_solvers}, target={target}, from_store={from_store}: expected at least 1, and shares "
@@ -189,11 +185,11 @@ class ProposerSolver(Episode, Environment):
             await ctx.stores["questions"].add(question, weight=weight)
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
-        """The question as it was understood (None: it was not), and the Solvers' pass rate."""
+        """Returns the question as it was read (None: it was not valid), and the Solvers' pass rate."""
         return {"question": state.data["question"], "pass_rate": state.data.get("pass_rate")}
 
     async def _prompt(self, ctx: RolloutContext, example: Mapping[str, Any]) -> str:
-        """The example's, or one about a question from the store."""
+        """Returns the example's prompt, or one with a question from the store."""
         if ctx.split != "train" or ctx.rng.random() >= self._from_store:
             return str(example["prompt"])
         store = ctx.stores["questions"]
@@ -210,22 +206,22 @@ class ProposerSolver(Episode, Environment):
     # --- the rubric ---
 
     def goldilocks(self, state: EpisodeState) -> float:
-        """The Proposer's reward: 1 for a question that is neither too easy nor too hard."""
+        """Returns the Proposer's reward, -1 to 1; it is 1 if the pass rate is the target."""
         if state.data["question"] is None:
             return UNPARSABLE_REWARD
         return 1.0 - 2.0 * abs(float(state.data["pass_rate"]) - self._target)
 
     def parsable(self, state: EpisodeState) -> float:
-        """1 where there was a question."""
+        """Returns 1 if there was a valid question."""
         return float(state.data["question"] is not None)
 
     def pass_rate(self, state: EpisodeState) -> float:
-        """The share of Solvers that were right; 0 where there was no question, which `parsable` tells apart."""
+        """Returns the mean reward of the Solvers; 0 without a valid question (see `parsable`)."""
         return float(state.data.get("pass_rate", 0.0))
 
 
 def _seed_question(given: Any) -> str:
-    """The text of a seed question. Raises ValueError."""
+    """Returns the text of a seed question. Raises ValueError."""
     fields = given if isinstance(given, Mapping) else {"question": given}
     if others := sorted(map(str, fields.keys() - {"question"})):
         raise ValueError(
@@ -238,7 +234,7 @@ def _seed_question(given: Any) -> str:
 
 
 def _questions_of(path: str) -> list[str]:
-    """The column `question` of a data file. Raises UserError."""
+    """Returns the column `question` of a data file. Raises UserError."""
     made, refused = parse_rows(find_files(path, subset=None, split="train"), lambda row, place: str(row["question"]))
     check_refused(refused, len(made))
     return made

@@ -10,7 +10,7 @@ from grpo import Environment, Parser, Rubric
 
 
 def split_of(word: str) -> str:
-    """The split that a word belongs to: `eval` where SHA-256(word) mod 10 is 0, a tenth of all words."""
+    """Returns the split of a word: `eval` if SHA-256(word) mod 10 is 0 (a tenth of all words)."""
     return "train" if int.from_bytes(hashlib.sha256(word.encode()).digest()) % 10 else "eval"
 
 
@@ -27,24 +27,24 @@ def words(seed: int, num: int, min_len: int, max_len: int, split: str) -> list[s
 
 
 def prompt(word: str) -> str:
-    """The user's message: `Reverse: hello`."""
+    """Returns the user's message: `Reverse: hello`."""
     return f"Reverse: {word}"
 
 
 def exact(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the answer is the reversed word and nothing else; white space around it is ignored."""
+    """Returns 1 if the completion, without white space around it, is the reversed word, else 0."""
     return float(completion.strip() == example["word"][::-1])
 
 
 def in_place(completion: str, example: Mapping[str, Any]) -> float:
-    """Share of letters that stand where they should, of the longer of answer and word."""
+    """Returns the number of letters in the right place, divided by the length of answer or word, the longer one."""
     given, expected = completion.strip(), example["word"][::-1]
     right = sum(one == other for one, other in zip(given, expected, strict=False))
     return float(right / max(len(given), len(expected)))
 
 
 class ReverseText(Environment):
-    """Words of `min_len` to `max_len` letters; training and evaluation never share one."""
+    """Asks for words of `min_len` to `max_len` letters backwards. Training and evaluation share no word."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ReverseText(Environment):
         max_len: int = 8,
         reward: Literal["exact", "partial"] = "exact",
     ) -> None:
-        """`reward`: `exact` is 1 or 0; `partial` is the mean of that and the share of letters in their place."""
+        """`reward`: `exact` is 1 or 0; `partial` is the mean of it and of `in_place`. Raises ValueError."""
         if reward not in ("exact", "partial") or not 2 <= min_len <= max_len:
             raise ValueError(
                 f"reward = {reward!r}, min_len={min_len}, max_len={max_len}: expected exact or partial, and "

@@ -1,4 +1,4 @@
-"""Rewards by name, for environments that bring no code: what an answer of the policy is worth for an example."""
+"""Rewards and parsers that a run's settings can name, for environments without code."""
 
 import functools
 import re
@@ -24,7 +24,7 @@ from grpo import (
 )
 
 Reward = Callable[..., Any]
-"""Takes the completion and the example, as any reward function of a rubric."""
+"""A reward function of a rubric: takes the completion and the example."""
 JUDGE_PROMPT = """\
 You judge an answer to a question.
 
@@ -39,32 +39,32 @@ Verdict: right, or Verdict: wrong"""
 NO_MATH = "reward: math needs math-verify, which is not installed: pip install 'grpo-pipeline[math]'"
 _VERDICT = re.compile(r"\bverdict\W{1,10}(right|wrong)\b", re.IGNORECASE)
 MATH_TIMEOUT_S = 2
-"""Seconds for math-verify to read one text, and to compare two."""
+"""Limit in seconds for math-verify to parse one text, or to compare two."""
 MAX_MATH_CHARS = 10_000
-"""An answer stands at the end; what is before that many characters is not read."""
+"""Only so many characters at the end of a text are read, because answers stand there."""
 
 _NUMBER = re.compile(
     r"(?<![\w.])[+-]?(?>(?>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?>(?:e[+-]?[0-9]+)?)"
     r"(?![.,]?[0-9]|[^\W\d_]*[\d_])",
     re.IGNORECASE,
 )
-"""Letters may follow, as a unit; digits may not, nor is a shorter number found within a longer one."""
+"""Matches a whole number or decimal, never a part of a longer one. Letters may follow, such as a unit."""
 
 
 def exact(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the completion is the answer and nothing else; white space around it is ignored."""
+    """Returns 1 if the completion, without white space around it, is the answer, else 0."""
     return float(completion.strip() == str(example["answer"]).strip())
 
 
 def number(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the last number in the completion equals the answer: `1,000` is `1000.0`, and `1.5kg` is `1.5`."""
+    """Returns 1 if the completion's last number equals the answer, else 0: `1,000` is `1000.0`, `1.5kg` is `1.5`."""
     found = _NUMBER.findall(completion.replace("\u2212", "-"))
     return float(bool(found) and _decimal(found[-1]) == _decimal(str(example["answer"])))
 
 
 def math(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where math-verify takes the completion's result, boxed or not, for the answer: `\\frac{1}{2}` is `0.5`. Any
-    expression that equals it counts, even one that was asked for: `2+3` is `5`."""
+    """Returns 1 if math-verify finds the completion's result, boxed or not, equal to the answer, else 0: `\\frac{1}{2}`
+    is `0.5`. Any equal expression counts, even the question itself: `2+3` is `5`."""
     try:
         from math_verify import parse, verify  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -75,8 +75,8 @@ def math(completion: str, example: Mapping[str, Any]) -> float:
 
 
 def regex(pattern: str) -> Reward:
-    """1 where the last match of `pattern`, or its first group, is the answer; without a group, where there is a match.
-    Raises ValueError for what is no regular expression."""
+    """Returns a reward that is 1 if the first group in the last match of `pattern` is the answer or, if the pattern has
+    no group, if it matches. Raises ValueError for an invalid pattern."""
     try:
         compiled = re.compile(pattern)
     except (re.error, TypeError) as error:
@@ -92,8 +92,8 @@ def regex(pattern: str) -> Reward:
 
 
 def judge(model: str | Mapping[str, Any] = "base") -> Reward:
-    """1 where a model finds the completion right, which is shown the question and, where there is one, the answer; 0
-    also where it does not say. `model`: as of `client_of`. It is never trained."""
+    """Returns a reward that is 1 if a model judges the completion right, else 0, also for no verdict. The model sees
+    the question and any answer, and is never trained. `model`: as `client_of` takes it."""
     client = client_of(model)
 
     async def judge(completion: str, example: Mapping[str, Any]) -> float:
@@ -104,8 +104,8 @@ def judge(model: str | Mapping[str, Any] = "base") -> Reward:
 
 
 async def asked_verdict(client: InferenceClient, question: str, completion: str, answer: Any = None) -> bool | None:
-    """Asks a model whether a completion is right. Returns None where it does not say. `answer`: the right one, where
-    it is known."""
+    """Asks a model whether a completion is right. Returns None if it gives no verdict. `answer`: the right one, if it
+    is known."""
     known = "" if answer is None else f"\n\nThe right answer is:\n\n{answer}"
     asked = JUDGE_PROMPT.format(question=question, completion=completion, known=known)
     told = Parser().parse(await client.complete([{"role": "user", "content": asked}]))
@@ -114,8 +114,8 @@ async def asked_verdict(client: InferenceClient, question: str, completion: str,
 
 
 def unit_tests(settings: Mapping[str, Any] | None = None) -> Reward:
-    """The share of the example's tests that the program in the completion passes, in the sandbox. Its other columns are
-    a problem's, in any of the styles of `grpo.environments.critique.problems`. `settings`: of `ProgramScorer`."""
+    """Returns a reward: the share, 0 to 1, of the example's tests that the completion's program passes in the sandbox.
+    Examples are problems in any style of `grpo.environments.critique.problems`. `settings`: of `ProgramScorer`."""
     scorer = ProgramScorer(**(settings or {}))
 
     async def unit_tests(completion: str, example: Mapping[str, Any]) -> float:
@@ -127,7 +127,7 @@ def unit_tests(settings: Mapping[str, Any] | None = None) -> Reward:
 
 
 def _math() -> Reward:
-    """Returns the reward, once it is known that there is what it asks."""
+    """Returns `math`. Raises UserError if math-verify is not installed."""
     if find_spec("math_verify") is None:
         raise UserError(NO_MATH)
     return math
@@ -141,14 +141,14 @@ REWARDS: dict[str, Callable[[Any], Reward]] = {
     "judge": lambda model: judge(model or "base"),
     "unit_tests": unit_tests,
 }
-"""Functions that make each reward, given its option."""
+"""By name, a function that makes the reward from its option (None: it has none)."""
 COMPARING = ("exact", "number", "math")
-"""Rewards without an option, which compare the completion with the answer."""
+"""The rewards that compare the completion with the answer and take no option."""
 
 
 def make_reward(given: str | Mapping[str, Any]) -> tuple[str, Reward, bool]:
-    """Returns the name, the reward, and whether it compares with an answer. `given`: a name, `{name: option}`, or
-    `module:function` or `path/to/file.py:function` of one's own. Raises ValueError for what is none."""
+    """Returns the name, the reward, and whether it compares with an answer. `given`: a name, `{name: option}`, or your
+    own `module:function` or `path/to/file.py:function`. Raises ValueError for anything else."""
     name, option = given, None
     if isinstance(given, Mapping):
         if len(given) != 1:
@@ -178,12 +178,12 @@ PARSERS: dict[str, Callable[[Any], Parser | None]] = {
     "xml": lambda tags: XMLParser(*(tags if isinstance(tags, list | tuple) else [str(tags)])),
     "text": lambda _: None,
 }
-"""Functions that make each parser, given its option."""
+"""By name, a function that makes the parser from its option."""
 
 
 def make_parser(given: str | Mapping[str, Any]) -> Parser | None:
-    """Returns the parser of completions. `given`: a name, or `{marker: TEXT}` or `{xml: TAG}`, which need an option.
-    None stands for the whole text. Raises ValueError for what is none."""
+    """Returns the parser of completions, or None for `text`, the whole text. `given`: a name, `{marker: TEXT}` or
+    `{xml: TAG}`. Raises ValueError for anything else."""
     name, option = next(iter(given.items()), ("", None)) if isinstance(given, Mapping) else (given, None)
     if name not in PARSERS or (isinstance(given, Mapping) and len(given) != 1):
         known = "thinking, boxed, text, {marker: '####'} and {xml: answer}"
@@ -196,7 +196,7 @@ def make_parser(given: str | Mapping[str, Any]) -> Parser | None:
 
 
 def wrong_answer(name: str, answer: Any) -> str | None:
-    """Returns why the reward `name` cannot compare with `answer`; None where it can."""
+    """Returns why the reward `name` cannot compare with `answer`, or None if it can."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         return f"answer is {answer!r}, expected a text or a number"
     text = str(answer).strip()
@@ -219,8 +219,8 @@ def _decimal(text: str) -> Decimal | None:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_answer(expected: str) -> Any:
-    """Returns an answer as math-verify reads it: what is boxed, or as LaTeX where it is that, and as plain text
-    otherwise. Empty where it cannot read it."""
+    """Returns an answer as math-verify parses it: its boxed part or, if it has none, as LaTeX or else plain text. Empty
+    if it cannot be parsed."""
     from math_verify import parse  # type: ignore[import-untyped, unused-ignore]
 
     if "\\boxed" in expected:
@@ -229,6 +229,6 @@ def _parsed_answer(expected: str) -> Any:
 
 
 def _limit_s() -> int | None:
-    """math-verify keeps its deadlines by signals, which only a process's main thread gets. Elsewhere, and in steps that
-    no signal interrupts, the deadline of the whole reward holds."""
+    """Returns math-verify's limit in seconds; None outside of the main thread, since it uses signals, which only that
+    thread gets. The limit of the whole reward holds there."""
     return MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None

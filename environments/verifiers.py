@@ -1,8 +1,8 @@
-"""`verifiers`: environments of the `verifiers` library (0.4 and later), as their packages have them.
+"""`verifiers`: runs environments of the `verifiers` library (0.4 and later) unchanged.
 
-Their rollout is run as it is: their agents, tools, limits, stops and rewards. Only what answers the agents is ours: the
-rollout's OpenAI-compatible endpoint, so that the tokens that our own servers sampled are trained. An agent whose
-environment does not name a harness talks in this process (`_verifiers_chat`).
+The library runs the rollout, with its own agents, tools, limits and rewards. Its agents talk to the rollout's
+OpenAI-compatible endpoint, so that training has the exact tokens that our servers sampled. An agent without a harness
+of its own runs in this process (`_verifiers_chat`).
 """
 
 import asyncio
@@ -36,16 +36,16 @@ from grpo import (
 )
 
 CHAT_HARNESS = "grpo_chat"
-"""The id under which `verifiers` finds our chat loop."""
+"""The id of our chat loop in `verifiers`."""
 THEIR_HARNESS = "bash"
-"""The harness of an agent that names none: it runs commands, and installs itself from the network."""
+"""The library's default harness. It runs commands, and installs itself from the network."""
 DEADLINE_S = 3600.0
-"""Seconds for one rollout, unless `environment` has a `timeout` of its own."""
+"""Limit in seconds for one rollout, unless `environment` sets `timeout`."""
 POLICY = "policy"
 
 
 class RolloutFailed(RuntimeError):
-    """The library's rollout did not complete. The message has its errors."""
+    """The library's rollout failed. The message has its errors."""
 
 
 class Verifiers(Episode, Environment):
@@ -63,11 +63,11 @@ class Verifiers(Episode, Environment):
         num_train: int | None = None,
         num_eval: int = 50,
     ) -> None:
-        """`env_id`: the package's name, as `prime env install` has it, `owner/name` too. `env_args`: settings of its
-        taskset. `environment`: its other settings, such as `{"agent": {"max_turns": 4}}` or the `id` of an environment
-        class to pair the taskset with. The first `num_eval` tasks are held out from training, which has the next
-        `num_train` (null: all; a taskset without end needs a number). Their tool servers have to come up within the
-        run's `reward_timeout_s`."""
+        """`env_id`: the package's name as `prime env install` takes it, also `owner/name`. `env_args`: settings of its
+        taskset. `environment`: its other settings, such as `{"agent": {"max_turns": 4}}`, or the `id` of an environment
+        class for the taskset. The first `num_eval` tasks are for evaluation, the next `num_train` for training (null:
+        all; an endless taskset needs a number). Tool servers must start within the run's `reward_timeout_s`. Raises
+        ValueError."""
         if num_eval < 1 or (num_train is not None and num_train < 1):
             raise ValueError(f"num_train = {num_train} and num_eval = {num_eval}, expected at least 1 of each")
         self._env = _load({**(environment or {}), "taskset": {"id": env_id, **(env_args or {})}})
@@ -83,14 +83,14 @@ class Verifiers(Episode, Environment):
         self._starting: asyncio.Task[vf.ModelContext] | None = None
 
     def dataset(self, split: str) -> Sequence[Mapping[str, Any]]:
-        """Returns the taskset's tasks, in its order."""
+        """Returns one example a task, in the taskset's order."""
         return [
             {"prompt": _prompt(task), "task": f"{self._env_id}/{split}/{place}", "place": place}
             for place, task in enumerate(self._split(split))
         ]
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
-        """Raises RolloutFailed with their error."""
+        """Runs the library's rollout. Raises RolloutFailed if it fails."""
         task = self._split(ctx.split)[int(state.example["place"])]
         context = await self._served()
         async with endpoint_of(ctx) as endpoint:
@@ -110,11 +110,11 @@ class Verifiers(Episode, Environment):
         _keep_scores(episode, endpoint.speakers, state)
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
-        """Returns the rewards and metrics of their rubric, for the rollout's record."""
+        """Returns the rewards and metrics of the library's rubric, for the rollout's record."""
         return {"rewards": state.data.get("rewards", {}), "metrics": state.data.get("metrics", {})}
 
     async def close(self) -> None:
-        """Ends their tool servers; the end of the process does, too."""
+        """Stops the library's tool servers."""
         if self._starting is not None:
             await asyncio.wait([self._starting])
             await self._stack.aclose()
@@ -130,8 +130,8 @@ class Verifiers(Episode, Environment):
         return self._tasks[split]
 
     async def _served(self) -> vf.ModelContext:
-        """Starts their shared servers, which stay for as long as the process does, and returns where their agents find
-        the policy. All wait for one start; after one that failed the next rollout tries again."""
+        """Returns how the library's agents reach the policy. The first call starts the library's shared servers, which
+        run until `close`; others wait for it. After a failed start the next rollout tries again."""
         if self._starting is None or (self._starting.done() and self._starting.exception()):
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
@@ -146,20 +146,20 @@ class Verifiers(Episode, Environment):
 
 
 def total_reward(state: EpisodeState) -> float | Mapping[str, float]:
-    """The sum of their weighted rewards; where several agents are trained, by role."""
+    """Returns the sum of the weighted rewards, by role if several agents are trained."""
     rewards: Mapping[str, float] = state.data["rewards"]
     return rewards[POLICY] if rewards.keys() == {POLICY} else rewards
 
 
 def verifiers(state: EpisodeState) -> Mapping[str, float]:
-    """Each of their rewards, without its weight, and each of their metrics."""
+    """Returns the mean of each unweighted reward and each metric of the library's rubric, by name."""
     metrics: Mapping[str, float] = state.data["metrics"]
     return metrics
 
 
 def _load(given: Mapping[str, Any]) -> vf.Env:
-    """Loads their environment, each agent with a harness that can run here. Raises ValueError for settings that cannot
-    be."""
+    """Loads the library's environment; an agent without a harness gets our chat loop. Raises ValueError for settings
+    that cannot be used."""
     sys.modules.setdefault(CHAT_HARNESS, _verifiers_chat)
     env_id = given["taskset"]["id"]
     try:
@@ -187,7 +187,7 @@ def _load(given: Mapping[str, Any]) -> vf.Env:
 
 
 def _prompt(task: vf.Task) -> list[dict[str, str]]:
-    """Returns what the policy is shown first, as far as the task itself says."""
+    """Returns the first messages, as far as the task has them."""
     data = task.data
     shown = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str) or data.prompt is None:
@@ -200,7 +200,7 @@ def _prompt(task: vf.Task) -> list[dict[str, str]]:
 
 
 def _failure(episode: vf.Episode, full: bool, failure: BaseException | None, state: EpisodeState) -> BaseException:
-    """Returns why a rollout of theirs has no result. `full` and `failure`: of its endpoint."""
+    """Returns the error of a rollout without a result. `full`: its context was; `failure`: its endpoint's error."""
     if full and not state.trajectory:
         return ContextFull(f"the first prompt of {state.example['task']} leaves no room for an answer")
     if failure is not None:
@@ -211,7 +211,7 @@ def _failure(episode: vf.Episode, full: bool, failure: BaseException | None, sta
 
 
 def _keep_scores(episode: vf.Episode, speakers: Mapping[str, str | None], state: EpisodeState) -> None:
-    """Keeps the rewards of their rubric by role, and its metrics; an agent that ran more than once has the mean."""
+    """Stores rewards by role and metrics by name in `state`; those of several traces are averaged."""
     rewards, metrics = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for trace in episode.traces:
         if (role := speakers.get(trace.id)) is None:

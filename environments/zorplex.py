@@ -1,7 +1,7 @@
-"""`zorplex`: compositional questions about words' hidden values, answered by look-up tools.
+"""`zorplex`: arithmetic with hidden values of words, which a look-up tool gives.
 
-After the Zorplex benchmark: "What is zorplex(apple) + zorplex(plum)?" takes a `LOOKUP[apple]`, a `LOOKUP[plum]` and an
-`[ANSWER] 97`. A right answer is worth 1, the tag 0.2 whatever stands behind it, and each call beyond two costs 0.1.
+As in the Zorplex benchmark, "What is zorplex(apple) + zorplex(plum)?" needs `LOOKUP[apple]`, `LOOKUP[plum]` and then
+`[ANSWER] 97`. The reward is 1 for a right answer, plus 0.2 for any answer with the tag, minus 0.1 a call beyond two.
 """
 
 import functools
@@ -28,10 +28,10 @@ LOOKUP, UNKNOWN_WORD, ANSWER_TAG = "LOOKUP", "unknown_word", "[ANSWER]"
 THINKING, NUMBERS = Parser(), MarkerParser(ANSWER_TAG, pattern=r"-?[0-9]{1,18}(?![0-9])")
 CORRECT_REWARD, TAG_REWARD, EXCESS_CALL_REWARD = 1.0, 0.2, -0.1
 FREE_CALLS, SPAM_CALLS = 2, 3
-"""Calls that cost nothing, and those beyond which a wrong answer is put down to tool spam."""
+"""Numbers of calls: how many are free, and beyond how many a wrong answer counts as tool spam."""
 MODES = ("success", "wrong_format", "tool_spam", "wrong_answer")
 MAX_ECHO = 20
-"""Characters of a word that is unknown which the policy is told."""
+"""Characters of an unknown word that the error message repeats."""
 
 SYSTEM_PROMPT = """\
 Each word has a hidden value, its zorplex. Look it up with LOOKUP[word], one call at a time, and wait for the result. \
@@ -64,24 +64,24 @@ WORDS = tuple(
 )
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 DIFFICULTIES = {"easy": (2, "+"), "medium": (2, "+-*"), "hard": (3, "+-*")}
-"""Words in a question, and the operations that may stand between them."""
+"""By name: the number of words in a question, and the operations that it may have."""
 
 
 class Question(NamedTuple):
-    """A question without its answer. The same operation stands between all words, applied from left to right."""
+    """A question. The same operation stands between all its words, and is applied from left to right."""
 
     words: tuple[str, ...]
     operation: str
 
 
 def split_of(word: str) -> str:
-    """The split that a word belongs to: `eval` where SHA-256(word) mod 5 is 0, a fifth of all words."""
+    """Returns the split of a word: `eval` if SHA-256(word) mod 5 is 0 (a fifth of all words)."""
     return "train" if _digest(word) % 5 else "eval"
 
 
 def zorplex(word: str, seed: int, max_value: int) -> int:
-    """Returns a word's hidden value, 1 to `max_value`. It follows from the word and the seed, so that it is the same in
-    every process and at every replay, and a policy can only look it up."""
+    """Returns a word's hidden value, 1 to `max_value`. It depends on the word and the seed alone, and so is the same in
+    every process."""
     return 1 + _digest(f"{seed} {word}") % max_value
 
 
@@ -94,18 +94,18 @@ def questions(seed: int, num: int, difficulty: str, split: str) -> list[Question
 
 
 def prompt(question: Question) -> str:
-    """The user's message: `What is zorplex(apple) + zorplex(plum)?`."""
+    """Returns the user's message: `What is zorplex(apple) + zorplex(plum)?`."""
     return f"What is {f' {question.operation} '.join(f'zorplex({word})' for word in question.words)}?"
 
 
 def answer(question: Question, seed: int, max_value: int) -> int:
-    """The one right answer."""
+    """Returns the right answer."""
     values = [zorplex(word, seed, max_value) for word in question.words]
     return int(functools.reduce(OPERATIONS[question.operation], values))
 
 
 def without_zorplex(word: str) -> str:
-    """Returns what the policy is told about an unknown word: what it wrote, short and harmless."""
+    """Returns the error message for an unknown word, which it repeats shortened, without special characters."""
     plain = "".join(letter if letter.isalnum() else "?" for letter in word[:MAX_ECHO])
     return f"{plain or 'Nothing'}{'...' * (len(word) > MAX_ECHO)} has no zorplex; look up a word of the question."
 
@@ -118,38 +118,38 @@ def _digest(text: str) -> int:
 
 
 def correct(completion: str, example: Mapping[str, Any]) -> float:
-    """1 where the number behind the last `[ANSWER]` that has one is right."""
+    """Returns 1 if the number after the last `[ANSWER]` that has one is right, else 0."""
     number = NUMBERS.parse(completion).answer
     return float(number is not None and int(number) == example["answer"])
 
 
 def format_rate(completion: str) -> float:
-    """1 where the last answer has the tag."""
+    """Returns 1 if the last message has the tag."""
     return float(ANSWER_TAG in completion)
 
 
 def num_tool_calls(state: EpisodeState) -> float:
-    """Calls, whatever came of them."""
+    """Returns the number of calls, failed ones included."""
     return float(state.data["num_tool_calls"])
 
 
 def excess_calls(state: EpisodeState) -> float:
-    """Calls beyond the free ones."""
+    """Returns the number of calls beyond the free ones."""
     return max(0.0, num_tool_calls(state) - FREE_CALLS)
 
 
 def tool_error_rate(state: EpisodeState) -> float:
-    """Share of the calls that failed; 0 without calls."""
+    """Returns the share of calls that failed; 0 without calls."""
     return float(state.data["tool_errors"]) / max(1.0, num_tool_calls(state))
 
 
 def num_turns(state: EpisodeState) -> float:
-    """Answers of the policy."""
+    """Returns the number of the policy's messages."""
     return float(state.turn)
 
 
 def failure_mode(state: EpisodeState) -> str:
-    """The first of `MODES` that fits: `tool_spam` is a wrong answer after more than three calls."""
+    """Returns the first of MODES that fits. `tool_spam` is a wrong answer after more than three calls."""
     answer = THINKING.parse(state.last or "").answer or ""
     if correct(answer, state.example):
         return "success"
@@ -159,7 +159,7 @@ def failure_mode(state: EpisodeState) -> str:
 
 
 def _share_of(mode: str) -> Callable[[EpisodeState], float]:
-    """Makes the metric that is 1 where the rollout ended in this mode; it has the mode's name."""
+    """Returns a metric, named like the mode, that is 1 if the rollout ended in it, else 0."""
 
     def share(state: EpisodeState) -> float:
         return float(failure_mode(state) == mode)
@@ -169,7 +169,7 @@ def _share_of(mode: str) -> Callable[[EpisodeState], float]:
 
 
 class Zorplex(ToolEpisode, Environment):
-    """Questions about words; training and evaluation share none."""
+    """Asks for arithmetic with words' hidden values. Training and evaluation share no word."""
 
     def __init__(
         self,
@@ -182,8 +182,8 @@ class Zorplex(ToolEpisode, Environment):
         num_eval: int = 200,
         seed: int = 0,
     ) -> None:
-        """`difficulty`: `easy` is the sum of two words' values, `medium` also their difference or product, `hard` the
-        same of three words, of which the third call costs. Values are 1 to `max_value`, and follow from `seed`."""
+        """`difficulty`: `easy` has sums of two words, `medium` also differences and products, `hard` three words, so
+        that the third call costs. Values are 1 to `max_value` and depend on `seed`. Raises ValueError."""
         if difficulty not in DIFFICULTIES or max_value < 1:
             known = ", ".join(DIFFICULTIES)
             raise ValueError(

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import msgspec
@@ -21,7 +21,7 @@ import numpy as np
 from grpo.service.errors import Refused
 from grpo.service.log import SESSION_S, Answer, Command, CommandLog, Sample
 from grpo.service.training import ALPHA, TrainedModel
-from grpo.service.wire import samples_of
+from grpo.service.wire import MAX_CANDIDATES, samples_of
 from grpo.trainer.weights import AdapterWeights
 from grpo.transport.folders import step_folder
 from grpo.transport.http import (
@@ -30,7 +30,9 @@ from grpo.transport.http import (
     Generated,
     GenerateRequest,
     LoadRequest,
+    ScoreAnswersRequest,
     Scored,
+    ScoredAnswers,
     ScoreRequest,
     ServerInfo,
     Top,
@@ -51,6 +53,8 @@ TIMEOUT_S = 600.0
 """How long an answer may take, and how long all servers may be gone."""
 CONNECT_S = 10.0
 """A server that takes no connection for so long is gone; one that only takes its time to answer is not."""
+ROWS_AT_ONCE = 64
+"""Places of a prompt whose candidates are scored in one request; each takes the prompt up to there along."""
 LOOK_S = 1.0
 """Between two looks whether a server is there."""
 NO_TOP_ID, NO_TOP_LOGPROB = 0, -99999.0
@@ -85,6 +89,29 @@ class Params(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: float = 1.0
 
 
+class Targets(msgspec.Struct, kw_only=True):
+    """A tensor [L - 1, K] of token ids for a prompt of L tokens, dense or sparse (CSR): row i has candidates for the
+    prompt's token i + 1; -1 stands for none."""
+
+    data: list[Annotated[int, Meta(ge=-1, lt=2**31)]]
+    shape: tuple[int, int]
+    dtype: Literal["int64"] = "int64"
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+    def rows(self, num_rows: int) -> list[list[int]]:
+        """Returns the ids of each row. Raises `Refused` for what is no tensor of so many rows."""
+        (height, width), ends, columns = self.shape, self.sparse_crow_indices, self.sparse_col_indices
+        if ends is None:
+            ends, columns = [width * row for row in range(num_rows + 1)], [0] * len(self.data)
+        is_whole = len(ends) == num_rows + 1 and ends == sorted(ends) and (ends[0], ends[-1]) == (0, len(self.data))
+        is_whole = is_whole and len(columns or []) == len(self.data) and all(0 <= one < width for one in columns or [])
+        if height != num_rows or not 1 <= width <= MAX_CANDIDATES or not is_whole:
+            what = f"target_prompt_logprobs has the shape {list(self.shape)} and {len(self.data)} values"
+            raise Refused(f"{what}, expected [{num_rows}, K] for this prompt, K from 1 to {MAX_CANDIDATES}")
+        return [self.data[start:end] for start, end in itertools.pairwise(ends)]
+
+
 class SampleRequest(msgspec.Struct, kw_only=True):
     """What of a request's body is served, besides whom it addresses."""
 
@@ -95,6 +122,7 @@ class SampleRequest(msgspec.Struct, kw_only=True):
     prompt_logprobs_last_n: Annotated[int, Meta(ge=1)] | None = None
     topk_prompt_logprobs: NumTop = 0
     topk_sample_logprobs: NumTop = 0
+    target_prompt_logprobs: Targets | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -108,8 +136,6 @@ class SampleRequest(msgspec.Struct, kw_only=True):
 
 
 NOT_SERVED = {
-    "target_prompt_logprobs": ": a server scores a prompt's own tokens and the 20 likeliest (topk_prompt_logprobs); "
-    "the training client's forward scores any targets, up to 256 a token",
     "prompt_alt_tokens_k": ": a server draws tokens only after a prompt; sample after its beginnings",
     "record_stability_info": ": it is for the loss stable_reinforce",
 }
@@ -347,6 +373,8 @@ class Sampling:
         message = schema.SampleResponse()
         if asked.prompt_logprobs or asked.topk_prompt_logprobs:
             await self._add_scores(message, asked, version)
+        if asked.target_prompt_logprobs is not None:
+            await self._add_targets(message.target_prompt_logprobs, asked, asked.target_prompt_logprobs, version)
         generated = await self._post("/policy/generate", request, Generated, version)
         for choice in generated.choices * copies:
             if choice.finish_reason not in ("stop", "length"):
@@ -407,6 +435,28 @@ class Sampling:
                 logprobs=[[NO_TOP_LOGPROB] * num_top] * num_without + top.logprobs[num_without - 1 :],
             )
             message.topk_prompt_logprobs.CopyFrom(top_message(whole))
+
+    async def _add_targets(self, message: Any, asked: SampleRequest, targets: Targets, version: int | None) -> None:
+        """Adds the candidates' log-probabilities at temperature 1, in the tensor's own layout; 0 in place of -1."""
+        prompt, found = asked.token_ids, list[float]()
+        wanted = [[[one] for one in ids if one >= 0] for ids in targets.rows(len(prompt) - 1)]
+        places = [place for place, answers in enumerate(wanted) if answers]
+        for start in range(0, len(places), ROWS_AT_ONCE):
+            now = places[start : start + ROWS_AT_ONCE]
+            given: dict[str, Any] = {"prompts": [prompt[: place + 1] for place in now]}
+            request = ScoreAnswersRequest(version=version, answers=[wanted[place] for place in now], **given)
+            scored = await self._post("/policy/score_answers", request, ScoredAnswers, version)
+            found += itertools.chain.from_iterable(scored.logprobs)
+        values = np.zeros(len(targets.data), "<f4")
+        values[np.array(targets.data, int) >= 0] = found
+        message.dtype = schema.DTYPE_FLOAT32
+        message.shape.extend(targets.shape)
+        if targets.sparse_crow_indices is None:
+            message.dense = values.tobytes()
+            return
+        message.sparse_csr.values = values.tobytes()
+        message.sparse_csr.crow_indices = np.array(targets.sparse_crow_indices, "<i8").tobytes()
+        message.sparse_csr.col_indices = np.array(targets.sparse_col_indices, "<i8").tobytes()
 
     async def _post(self, route: str, request: Any, answer_type: Any, version: int | None) -> Any:
         """Returns the answer of the server that has the fewest requests, or of another one where that goes. Raises

@@ -65,7 +65,7 @@ class Critique(SingleTurnEpisode, Environment):
         prompt: str = PROMPT,
         seed: int = 0,
     ) -> None:
-        """`problems` and `eval_problems`: data files (docs/data.md) of records in any of the styles of `problems.py`,
+        """`problems` and `eval_problems`: data files (`grpo docs data`) of records in any style of `problems.py`,
         each with a candidate `program` (null: the small problems of `operators.py`). `reviser`: `base` (the model
         before training), `policy`, `{base_url, model, api_key_var}` of a stronger one, or `rule`, which mends the
         small problems alone. `counting`, `sandbox`, `parallel` and `limits`: as of `ProgramScorer`. `prompt` contains

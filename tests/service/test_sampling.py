@@ -184,6 +184,34 @@ def test_prompts_have_log_probabilities_of_their_tokens_and_of_the_likeliest(ser
     assert last.topk_prompt_logprobs == [None] * 6 + answer.topk_prompt_logprobs[6:]
 
 
+def test_any_tokens_have_their_log_probabilities_in_a_prompts_places(service: Running) -> None:
+    client = service.training_client()
+    done(client.forward_backward([datum(9, 4)], "cross_entropy"))
+    done(client.optim_step(types.AdamParams(learning_rate=1e-2)))
+    sampler, ids = done(client.save_weights_and_get_sampling_client()), list(b"cab ride")
+    wanted = {(0, 0): 97, (3, 1): 200, (6, 0): 101, (6, 1): 7}
+    expected = {key: trained_logprobs(client, [*ids[: key[0] + 1], token])[-1] for key, token in wanted.items()}
+
+    def answered(target: types.TensorData) -> Any:
+        asked: Any = {"num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=1)}
+        prompt = types.ModelInput.from_ints(ids)
+        answer = done(sampler.sample(prompt, target_prompt_logprobs=target, **asked))
+        return answer.target_prompt_logprobs
+
+    for width, sparse in ((2, False), (40, True)):
+        asked, right = torch.full((7, width), -1), torch.zeros((7, width))
+        for key, token in wanted.items():
+            asked[key], right[key] = token, float(expected[key])
+        target = types.TensorData.from_torch_sparse(asked, pad_value=-1)
+        found = answered(target)
+        assert (found.sparse_col_indices is not None) == sparse
+        assert found.sparse_col_indices == target.sparse_col_indices
+        torch.testing.assert_close(found.to_torch(), right, atol=1e-4, rtol=0)
+    for wrong, named in ((asked[1:], r"expected \[7, K\]"), (torch.full((7, 1), 10**6), "1000000")):
+        with pytest.raises(tinker.RequestFailedError, match=named):
+            answered(types.TensorData.from_torch(wrong))
+
+
 @pytest.mark.parametrize(
     ("params", "named"),
     [
