@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo.environments.games.game import SEATS, Game, drawn
-from grpo.environments.games.judge import MAX_STATES, Judge, Judged, TooLarge
+from grpo.environments.games.judge import MAX_STATES, Judge, Judged, Question, TooLarge
+from grpo.environments.games.response import exploit
 from grpo.environments.games.search import Minimax
 
 from grpo import DrawRule, Environment, Episode, EpisodeState, Role, RolloutContext, Rubric, UserError
 
-JUDGED = tuple(name for name in Judged.__dataclass_fields__)
+JUDGED = (*Judged.__dataclass_fields__, "exploitability_at_least", "response_games")
 
 
 class Games(Episode, Environment):
@@ -45,6 +46,7 @@ class Games(Episode, Environment):
         adapter: str | None = None,
         self_play: float = 0.0,
         random_moves: int = 0,
+        response_games: int = 0,
     ) -> None:
         """`game`: OpenSpiel's name of it, as `kuhn_poker` or `nim(pile_sizes=1;2;3)`. `rules`: prompts begin with the
         rules and end with the legal answers; false: for a model that knows them, prompts are the position alone.
@@ -55,19 +57,22 @@ class Games(Episode, Environment):
         ahead, or any other number (None: the policy is trained in both). `adapter`: which adapter of `past` or
         `newest`, where there are several. `self_play`: the share of games in which the policy is trained in both seats
         all the same. `random_moves`: training games begin with up to so many legal moves at random, so that the policy
-        learns to answer what it would not play itself."""
+        learns to answer what it would not play itself. `response_games`: in evaluations, a response to the policy
+        learns from so many games in each seat, and what it wins is a lower bound of exploitability (0: none)."""
         self._opponent, self._by, self._self_play, self._random_moves = opponent, by, self_play, random_moves
         self._newest = adapter if opponent == "newest" else None
         if opponent == "past":
             self.add_pool("past", every=every, keep=keep, adapter=adapter)
         self.game = Game(game, with_rules=rules)
+        if response_games < 0:
+            raise UserError(f"a response learns from {response_games} games, expected at least 0")
         self._search = None
         if opponent is not None and opponent.startswith("minimax"):
             if not (depth := opponent.removeprefix("minimax-")).isdecimal():
                 raise UserError(f"the opponent is {opponent!r}, expected minimax- and how many moves it looks ahead")
             self._search = Minimax(self.game, int(depth))
         self.illegal_reward = self.game.lowest - 1 if illegal_reward is None else illegal_reward
-        self._max_states, self._num_eval = max_states, num_eval
+        self._max_states, self._num_eval, self._response_games = max_states, num_eval, response_games
         self.rubric = Rubric(
             [self.result], accuracy=self.won, metrics=[self.illegal_answers, self.num_moves, *map(_measure, JUDGED)]
         )
@@ -89,7 +94,10 @@ class Games(Episode, Environment):
         try:
             assert self.judge
         except TooLarge:
-            return [{**example, "plays": SEATS[number % 2]} for number in range(self._num_eval)]
+            return [
+                {**example, "plays": SEATS[number % 2], "judged": number == 0 and self._response_games > 0}
+                for number in range(self._num_eval)
+            ]
         return [{**example, "judged": True}]
 
     async def rollout(self, ctx: RolloutContext, state: EpisodeState) -> None:
@@ -143,15 +151,24 @@ class Games(Episode, Environment):
         return (await ctx.sample(seat, [{"role": "user", "content": self.game.prompt(position)}])).text
 
     async def judge_policy(self, ctx: RolloutContext) -> dict[str, float]:
-        """Returns what the judge says about the policy, by the probabilities of its answers in all states."""
-        questions = self.judge.questions
-        prompts = [[{"role": "user", "content": question.prompt}] for question in questions]
-        scored = await ctx.score_answers(SEATS[0], prompts, [question.answers for question in questions])
-        policy = {
-            question.prompt: [math.exp(logprob) for logprob in logprobs]
-            for question, logprobs in zip(questions, scored, strict=True)
-        }
-        return (await asyncio.to_thread(self.judge.judge, policy)).figures()
+        """Returns what the judge says about the policy, by the probabilities of its answers in all states, and what a
+        response learned to win against it."""
+
+        async def ask(questions: Sequence[Question]) -> list[list[float]]:
+            prompts = [[{"role": "user", "content": question.prompt}] for question in questions]
+            scored = await ctx.score_answers(SEATS[0], prompts, [question.answers for question in questions])
+            return [[math.exp(logprob) for logprob in logprobs] for logprobs in scored]
+
+        figures = dict[str, float]()
+        if self._response_games:
+            figures = await exploit(self.game, ask, num_games=self._response_games, rng=ctx.rng)
+        try:
+            judge = self.judge
+        except TooLarge:
+            return figures
+        given = await ask(judge.questions)
+        policy = {question.prompt: chances for question, chances in zip(judge.questions, given, strict=True)}
+        return figures | (await asyncio.to_thread(judge.judge, policy)).figures()
 
     def extras(self, state: EpisodeState) -> Mapping[str, Any]:
         """The moves, the positions of the policy's moves as OpenSpiel numbers all that led to them, and what the judge
@@ -167,8 +184,8 @@ class Games(Episode, Environment):
     def won(self, state: EpisodeState) -> float:
         """What the judge says, where it was asked; else 1 where the first player, or the seat that the policy has
         alone, has won, and a half for a draw."""
-        if "judged" in state.data:
-            return max(0.0, 1 - state.data["judged"]["nash_conv"] / self._uniform) if self._uniform else 1.0
+        if (nash_conv := state.data.get("judged", {}).get("nash_conv")) is not None:
+            return max(0.0, 1 - nash_conv / self._uniform) if self._uniform else 1.0
         own = state.roles[0] if state.players else state.example.get("plays", SEATS[0])
         reward = state.data["returns"][SEATS.index(own)]
         return 0.5 if reward == 0 else float(reward > 0)

@@ -122,7 +122,8 @@ class Judge:
         if num > self._max_states:
             raise TooLarge(
                 f"{self.game.name} has more than {self._max_states} states in which somebody is to move, which is too "
-                "many to be judged exactly; raise max_states, or take a smaller game"
+                "many to be judged exactly; raise max_states, take a smaller game, or let a response be learned "
+                "(grpo judge --games N)"
             )
 
     # --- hidden information ---

@@ -1,4 +1,4 @@
-"""`grpo judge RUN|MODEL`: how far a policy is from one that nobody can beat, at a game, exactly."""
+"""`grpo judge RUN|MODEL`: how far a policy is from one that nobody can beat, at a game; exactly, if it is small."""
 
 import argparse
 import json
@@ -17,12 +17,15 @@ from grpo.transport.errors import UserError
 from grpo.transport.logs import printable
 
 TAKES_OTHERS = True
+TIMEOUT_S = 86_400.0
+"""Longest time of a response to learn."""
 EPILOG = """\
 RUN is a run's folder, of which the newest version is judged, or that of --version; it may as well be a checkpoint, or
 a model with a game in --env. A server is started for it, whose keys are all other options:
 
   grpo judge outputs/kuhn
   grpo judge outputs/kuhn --version 40 --json
+  grpo judge outputs/connect_four --games 5000
   grpo judge configs/games/model --env '{"id": "game", "args": {"game": "nim", "rules": false}}' --max_tokens 1
 
 exit codes: 0 done, 1 a server or the environment failed, 2 settings that cannot be honoured, 130 Ctrl-C"""
@@ -34,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", type=int, help="which version of the run (the newest)")
     parser.add_argument(
         "--env", help="the name of one of the run's games, or a game's settings as JSON (the run's own)"
+    )
+    parser.add_argument(
+        "--games", type=int, help="a response learns to beat the policy by so many games in each seat, for large games"
     )
     parser.add_argument("--max_tokens", type=int, help="longest answer (as the run has it)")
     parser.add_argument("--json", action="store_true", help="one object instead of lines")
@@ -53,10 +59,14 @@ def main(options: argparse.Namespace) -> int:
         names = ", ".join(env.label for env in games) or "none"
         raise UserError(f"{target.name} has {len(games)} games to judge ({names}); name one with --env")
     [game] = games
-    Games(**game.args).judge  # noqa: B018 - raises TooLarge before a server is started
+    if options.games is not None:
+        game = game.model_copy(update={"args": {**game.args, "response_games": options.games}})
+    judging = Games(**game.args)
+    if not game.args.get("response_games"):
+        judging.judge  # noqa: B018 - raises TooLarge before a server is started
     orch, infer = evaluation_settings(target, env=[game.model_dump(mode="json", exclude_defaults=True)], **more)
     try:
-        evaluation = figures(target, orch, infer)
+        evaluation = figures(target, orch.model_copy(update={"reward_timeout_s": TIMEOUT_S}), infer)
     except (ServerError, EnvironmentFailed) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
@@ -82,4 +92,4 @@ def _print(judged: Mapping[str, Any], *, as_json: bool) -> None:
         return
     for name, value in judged.items():
         if value is not None:
-            print(f"{name:14} {value:.4g}" if isinstance(value, float) else f"{name:14} {value}")
+            print(f"{name:23} {value:.4g}" if isinstance(value, float) else f"{name:23} {value}")

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from grpo.environments.games.game import Game
-from grpo.environments.games.judge import Judge, TooLarge, judge
+from grpo.environments.games.judge import Judge, Question, TooLarge, judge
+from grpo.environments.games.response import exploit
 
 pytest.importorskip("pyspiel")
 from open_spiel.python import policy as spiel_policy
@@ -68,11 +69,13 @@ def test_nash_conv_of_a_best_response_is_that_of_open_spiel() -> None:
     assert own.judge(policy).nash_conv == pytest.approx(expected, abs=1e-9)
 
 
+# One of Kuhn's (1950), with alpha = 1/3: the first player bluffs with J in 1/3 and bets K always.
+EQUILIBRIUM = {"J": 1 / 3, "Q": 0, "K": 1, "J p b": 0, "Q p b": 2 / 3, "K p b": 1}
+EQUILIBRIUM |= {"J p": 1 / 3, "Q p": 0, "K p": 1, "J b": 0, "Q b": 1 / 3, "K b": 1}
+
+
 def test_an_equilibrium_of_kuhn_poker_cannot_be_beaten() -> None:
-    # One of Kuhn's (1950), with alpha = 1/3: the first player bluffs with J in 1/3 and bets K always.
-    bets = {"J": 1 / 3, "Q": 0, "K": 1, "J p b": 0, "Q p b": 2 / 3, "K p b": 1}
-    bets |= {"J p": 1 / 3, "Q p": 0, "K p": 1, "J b": 0, "Q b": 1 / 3, "K b": 1}
-    policy = {f"kuhn {view}": [1 - chance, chance] for view, chance in bets.items()}
+    policy = {f"kuhn {view}": [1 - chance, chance] for view, chance in EQUILIBRIUM.items()}
     assert judge(Game("kuhn_poker", with_rules=False), policy).nash_conv == pytest.approx(0, abs=1e-9)
 
 
@@ -147,3 +150,29 @@ def test_a_game_that_is_too_large_is_refused_with_its_limit() -> None:
         Judge(Game("liars_dice"), max_states=100)
     with pytest.raises(TooLarge, match=r"connect_four .* 100 states"):
         Judge(Game("connect_four"), max_states=100)
+
+
+@pytest.mark.parametrize("name", ["kuhn_poker", "nim(pile_sizes=2;2;2)"])
+async def test_what_a_response_learns_to_win_is_below_nash_conv_and_near_it_after_enough_games(name: str) -> None:
+    own, asked = judge_of(name), list[str]()
+
+    async def ask(questions: Sequence[Question]) -> list[list[float]]:
+        asked.extend(one.prompt for one in questions)
+        return [uniform(one.prompt, one.answers) for one in questions]
+
+    exact = own.judge(policy_of(own, uniform)).nash_conv
+    few, many = [
+        (await exploit(own.game, ask, num_games=num, rng=random.Random(0)))["exploitability_at_least"]
+        for num in (30, 1000)
+    ]
+    assert few < many <= exact
+    assert many > exact - 0.2  # two standard errors are about 0.14 in Kuhn poker
+    assert len(asked) <= 2 * len(own.questions)  # no position is asked about twice
+
+
+async def test_nothing_is_won_from_an_equilibrium() -> None:
+    async def ask(questions: Sequence[Question]) -> list[list[float]]:
+        return [[1 - EQUILIBRIUM[one.prompt[5:]], EQUILIBRIUM[one.prompt[5:]]] for one in questions]
+
+    figures = await exploit(Game("kuhn_poker", with_rules=False), ask, num_games=500, rng=random.Random(0))
+    assert figures["exploitability_at_least"] <= 0
