@@ -28,7 +28,10 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="only these")
-    for family in parser.parse_args().families or FAMILIES:
+    families = parser.parse_args().families or [*FAMILIES]
+    if unknown := [family for family in families if family not in FAMILIES]:
+        parser.error(f"no family {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
+    for family in families:
         with tempfile.TemporaryDirectory() as folder:
             desk = Desk(Path(folder), family)
             (desk.folder / "pairs.jsonl").write_text(PAIRS)
