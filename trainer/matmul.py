@@ -3,7 +3,7 @@
 torch multiplies float32 matrices by Intel's MKL, which uses half of the vectors' width on processors of other makers.
 oneDNN, which torch uses for bfloat16, uses all of it everywhere: 2.0 to 2.5 times as many products a second in float32
 on an AMD EPYC. On processors for which oneDNN has no half precision torch has loops of its own, six to sixty times as
-slow as float32: there products of halves are computed in float32 and rounded once, which is what half precision means.
+slow as float32: there products of halves are computed in float32 and rounded once, as kernels of half precision do.
 
 No function here is differentiable: they are used inside autograd functions.
 """
@@ -86,6 +86,7 @@ def _lacks_kernels(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 @functools.cache
 def _missing_kernels() -> frozenset[torch.dtype]:
+    """Returns the types of half precision for which this processor has no kernels."""
     has_kernels = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -99,8 +100,8 @@ def _is_for_onednn(left: torch.Tensor, right: torch.Tensor) -> bool:
     # torch's compiler makes the operation itself, and takes it from nobody.
     if torch.compiler.is_compiling() or not left.is_cpu:
         return False
-    is_float32 = left.dtype == right.dtype == torch.float32 or _lacks_kernels(left, right)
-    return is_float32 and torch.backends.mkldnn.is_available()
+    in_float32 = left.dtype == right.dtype == torch.float32 or _lacks_kernels(left, right)
+    return in_float32 and torch.backends.mkldnn.is_available()
 
 
 def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

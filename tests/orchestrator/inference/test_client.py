@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from grpo.orchestrator.inference.client import PolicyClient, ServerError, ServersAway, TimedOut
+from grpo.orchestrator.inference.client import MAX_SILENT, PolicyClient, ServerError, ServersAway, TimedOut
 from grpo.orchestrator.rollouts.records import SamplingParams
 from grpo.transport.limits import raise_file_limit
 
@@ -112,19 +112,20 @@ async def test_a_request_beyond_its_time_ends_alone_and_the_server_that_answers_
 async def test_servers_that_answer_nobody_for_long_are_an_error_of_the_run() -> None:
     async with Slow() as server, asking(server.url, timeout_s=0.3) as client:
         server.live = {0}
-
-        found: set[type[BaseException]] = set()
+        clock = asyncio.get_running_loop().time
+        since_s, found = clock(), dict[type[BaseException], float]()
 
         async def keep_asking(pause_s: float) -> None:
             await asyncio.sleep(pause_s)
             while ServerError not in found:
                 with pytest.raises(ServerError) as raised:
                     await ask(client, prompt=[65, 66])
-                found.add(raised.type)
+                found.setdefault(raised.type, clock() - since_s)
 
         async with asyncio.timeout(60):  # three in turn, so that one is always in flight
             await asyncio.gather(*(keep_asking(index / 10) for index in range(3)))
-        assert found <= {TimedOut, ServerError}
+        assert found.keys() <= {TimedOut, ServerError}
+        assert found[ServerError] >= MAX_SILENT * client.timeout_s
 
 
 async def said_by(program: str, *arguments: str) -> Any:
