@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import gc
+import logging
 import subprocess
 from collections.abc import Callable, Iterator
 from itertools import groupby
@@ -50,6 +51,18 @@ def _spread(heavy: list[list[pytest.Item]], light: list[list[pytest.Item]]) -> I
         yield tests
         yield from light[number * each : (number + 1) * each]
     yield from light[len(heavy) * each :]
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Keeps what the product itself logs: a library's thread that an earlier file started may log at any moment."""
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return record.name.partition(".")[0] == "grpo"
+
+    caplog.handler.addFilter(is_ours)
+    yield caplog
+    caplog.handler.removeFilter(is_ours)
 
 
 @pytest.fixture
