@@ -30,6 +30,7 @@ from grpo.proofs import Page, Part, prove
 from tests.grpo.run_folder import finish, found, gone_pid, grpo, says, write_ledger, write_metrics
 from tests.orchestrator.fakes import FakeServer, FakeTrainer
 from tests.orchestrator.running import run as run_once
+from tests.support import until
 from tests.trainer import witness_cases
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +54,7 @@ main()
 async def _run(folder: Path, **changes: Any) -> None:
     server = await FakeServer().start()
     try:
-        await run_once(folder, server, trainer={"step_s": changes.pop("step_s", 0.0)}, **changes)
+        await run_once(folder, server, **changes)
     finally:
         await server.stop()
 
@@ -172,18 +173,30 @@ def test_a_folder_without_a_run_and_one_of_another_release_are_wrong_use(tmp_pat
 # --- runs that are alive, killed, resumed ---
 
 
+class LookedAt(FakeTrainer):
+    """Publishes each version while somebody who has begun to look at the run since the one before may still look."""
+
+    num_looks, num_seen = 0, 0
+
+    def receipt(self, step: int) -> dict[str, bytes]:
+        until(lambda: self.num_looks > self.num_seen)
+        self.num_seen = self.num_looks
+        return super().receipt(step)
+
+
 def test_a_living_run_gives_no_false_alarm_while_its_files_are_written(tmp_path: Path) -> None:
     pages: list[Page] = []
-    thread = threading.Thread(target=lambda: asyncio.run(_run(tmp_path, max_steps=12, step_s=0.05)))
+    trainer = LookedAt(tmp_path)
+    thread = threading.Thread(target=lambda: asyncio.run(_run(tmp_path, trainer=trainer, max_steps=8)))
     thread.start()
     while thread.is_alive():
-        if (tmp_path / "run.json").exists():
-            pages.append(prove(tmp_path))
+        trainer.num_looks += 1
+        pages.append(prove(tmp_path))
     thread.join()
     assert [one for page in pages for one in page.broken] == []
     assert {"starting", "running", "finished"} >= {page.state for page in pages} >= {"running"}
     assert len({page.step for page in pages}) > 3
-    assert prove(tmp_path).step == 12
+    assert prove(tmp_path).step == 8
 
 
 def test_a_killed_run_says_what_holds_also_on_a_read_only_copy(tmp_path: Path) -> None:

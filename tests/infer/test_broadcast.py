@@ -107,13 +107,13 @@ async def test_a_trainer_that_was_killed_is_met_anew_and_sends_what_is_live_alre
             found.append(reader.snapshot(version))
             return found[-1] not in (None, before)
 
-        await asyncio.to_thread(until, reached, limit_s=60)
+        await asyncio.to_thread(until, reached)
         assert found[-1] is not None
         return found[-1]
 
     async def load(table: VersionTable, version: int) -> None:
         await table.load(run_id=run.run_id, version=version)
-        await asyncio.to_thread(until, (step_folder(run.broadcasts, version) / STABLE).exists, limit_s=60)
+        await asyncio.to_thread(until, (step_folder(run.broadcasts, version) / STABLE).exists)
 
     first_may.set()
     for version in (0, 1):

@@ -221,15 +221,16 @@ async def test_more_adapters_than_slots_wait_for_requests_that_end_or_are_refuse
 
 async def test_who_waits_for_a_slot_in_vain_is_told_who_holds_it(run: RunFolder) -> None:
     server = Server(run, num_slots=2)
-    server.table.timeout_s = 0.1
     server.publish(1, 2, 3)
     await server.load(1, 2)
     async with server.using(1):
         await server.table.unload(1)
+        server.table.timeout_s = 0.5
         with pytest.raises(
             DeadlineError, match=r"max_loras = 2 slots, held by version 1 \(1 slot, 1 requests in flight\)"
         ):
             await server.load(3)
+    server.table.timeout_s = 60.0
     await server.load(3)
 
 
@@ -281,7 +282,7 @@ async def test_an_engine_that_does_not_get_to_the_canary_ends_at_the_deadline(se
     with pytest.raises(DeadlineError, match="canary_timeout_s"):
         await server.load(1)
     assert (server.engine.adapters, [*server.table.live]) == ({}, [])
-    server.engine.stuck = False
+    server.engine.stuck, server.table.timeout_s = False, 60.0
     await server.load(1)
 
 
@@ -392,9 +393,9 @@ async def test_who_follows_ends_for_the_switch_and_goes_on_after_it_with_whateve
 async def test_requests_that_never_end_make_the_switch_fail_at_the_deadline_and_change_nothing(
     in_place: Server,
 ) -> None:
-    in_place.table.timeout_s = 0.2
     in_place.publish(0, 1)
     await in_place.load(0)
+    in_place.table.timeout_s = 0.2
     async with in_place.using(0):
         with pytest.raises(DeadlineError, match="in flight"):
             await in_place.load(1)

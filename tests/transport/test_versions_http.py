@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -133,7 +134,7 @@ class Breaking(threading.Thread):
     def run(self) -> None:
         while True:
             ours, _ = self._socket.accept()
-            with ours, socket.create_connection(("127.0.0.1", self._to)) as theirs:
+            with suppress(OSError), ours, socket.create_connection(("127.0.0.1", self._to)) as theirs:
                 threading.Thread(target=self._pass_on, args=(ours, theirs), daemon=True).start()
                 left = self._after
                 while left > 0 and (data := theirs.recv(min(left, 65536))):

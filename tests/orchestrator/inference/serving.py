@@ -19,7 +19,7 @@ def name_of(server: FakeServer) -> str:
     return server.url.removesuffix("/v1")
 
 
-def client_of(*urls: str, timeout_s: float = 30, api_key: str | None = None) -> PolicyClient:
+def client_of(*urls: str, timeout_s: float = 120, api_key: str | None = None) -> PolicyClient:
     """Of servers in the routing."""
     pool = ServerPool(urls)
     for server in pool.servers:

@@ -188,7 +188,7 @@ async def test_a_version_waits_for_an_evaluation_that_holds_the_slot_it_needs(tm
         assert made.summary.versions_served == (0, 1, 2, 3, 4)
     async with TwoSlots(60) as server:
         with pytest.raises(DeadlineError, match=r"slots for version \d .*by evaluation"):
-            await run(tmp_path / "late", server, **pace, wait_timeout_s=1.0)
+            await run(tmp_path / "late", server, **pace, wait_timeout_s=2.0)
 
 
 async def test_servers_that_receive_a_broadcast_get_their_ranks_and_must_all_be_there() -> None:
