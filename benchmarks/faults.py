@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,7 +49,7 @@ from tests.support import options
 
 SEAM = ROOT / "benchmarks/seam"
 RESULTS = ROOT / "benchmarks/faults.json"
-"""The results that the documentation's table shows."""
+"""The results that the documentation shows."""
 PAGE = ROOT / "docs/faults.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 LIMIT_S = 300.0
@@ -354,10 +355,10 @@ def check_healthy(given: argparse.Namespace) -> int:
         return report("healthy runs", figures, targets, check=given.check)
 
 
-# --- the table ---
+# --- the page ---
 
 
-METRIC = "a metric"
+METRIC, WARNING, IMPOSSIBLE = "a metric", "a warning at the start", "-"
 TRL = {
     **dict.fromkeys(
         (
@@ -383,30 +384,34 @@ TRL = {
             *("noise-of-another-stage", "versions-joined", "adapter-label-lost", "temperature-label-lost", "batch-bit"),
             "first-ranks-batch",
         ),
-        "-",
+        IMPOSSIBLE,
     ),
-    "logprobs-raw": "a warning at the start",
+    "logprobs-raw": WARNING,
 }
 """What TRL 1.16 has for a fault, by its source; "nothing" where it is not in here."""
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the lines of the documentation's table."""
-    yield "| fault | noticed by | steps | TRL 1.16 |"
-    yield "|---|---|---|---|"
-    for fault in FAULTS:
-        if (found := results.get(fault.name)) is None:
-            continue
-        about = f"`{fault.name}`: {fault.about}" + (f" ({fault.elsewhere})" if fault.elsewhere else "")
-        by = found["by"] or "**nothing**"
-        promised = steps_promised(fault.share)
-        steps = "" if found["by"] is None else str(found["steps"]) + (f" of {promised}" if promised != 2 else "")
-        trl = TRL.get(fault.name, "nothing") + (", run" if fault.name in faults_trl.FAULTS else "")
-        yield f"| {about} | {by} | {steps} | {trl} |"
+    """Yields the lines of the documentation's lists: the faults by what noticed them, then what TRL has."""
+    known = [fault for fault in FAULTS if fault.name in results]
+    for by in dict.fromkeys(results[fault.name]["by"] for fault in known):
+        yield from (f"**{by or 'nothing'}**", "")
+        for fault in (one for one in known if results[one.name]["by"] == by):
+            promised = steps_promised(fault.share)
+            steps = f": noticed in step {results[fault.name]['steps']} of {promised}" if by and promised != 2 else ""
+            yield f"- {fault.about}" + (f" ({fault.elsewhere})" if fault.elsewhere else "") + steps
+        yield ""
+    has = Counter(TRL.get(fault.name, "nothing") for fault in known)
+    made = sum(fault.name in faults_trl.FAULTS for fault in known)
+    yield (
+        f"TRL 1.16, by its source, logs a number that changes for {has[METRIC]} of these {len(known)} faults, but "
+        f"compares it with no limit. It warns of {has[WARNING]}, has nothing for {has['nothing']}, and cannot have "
+        f"{has[IMPOSSIBLE]}. `python -m benchmarks.faults_trl` makes {made} of them there."
+    )
 
 
 def write_page() -> None:
-    """Writes the table of `RESULTS` into the documentation."""
+    """Writes the lists of `RESULTS` into the documentation."""
     text = PAGE.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     lines = "".join(f"{line}\n" for line in table(json.loads(RESULTS.read_text())))

@@ -48,7 +48,7 @@ rarely, and as many more, but from one batch of so many at least."""
 SMALL_SHARE = 0.1
 """Samples are not drawn so rarely that more than this share of a batch would be drawn at once."""
 FEW_TOKENS = 9.0
-"""In 16 bits a mean over n tokens may exceed the tolerance by so many times its 1 / √n; docs/proofs.md derives it."""
+"""In 16 bits a mean over n tokens may exceed the tolerance by so many times its 1 / √n (docs/proofs.md)."""
 FAR, FLOOR, HALF_FLOOR = 10.0, 0.005, 0.1
 """A mismatch is unexplained above FAR times what the policy has moved, plus a floor in nats; the larger one where
 server or trainer compute in 16 bits."""
