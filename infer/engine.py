@@ -29,6 +29,7 @@ from grpo.infer.arguments import device_of, first_module, make_args, vllm_versio
 from grpo.infer.checks import tensor_shapes
 from grpo.transport.errors import PolicyRefused
 from grpo.transport.http import Choice, GenerateRequest, Scored, ServerLoad, Top
+from grpo.transport.imports import hidden_modules, import_transformers_by_names
 from grpo.transport.weights.nccl import Announcement, Rendezvous
 from msgspec.structs import replace
 
@@ -485,12 +486,13 @@ async def embedded(
     """Starts the engine in its own process and builds vLLM's application; the engine ends with the context. `sock` is
     where the server will listen, which its engine must not hold. Raises `ArgumentError` and `EngineError`."""
     device = device_of(settings)
-    args = make_args(settings, model_dir=model_dir, device=device)
-    openai = "vllm.entrypoints.openai.api_server"
-    app_module = first_module("vllm.entrypoints.launchers.app", openai)
-    state_module = first_module("vllm.entrypoints.launchers.api_server.app_state", openai)
+    with import_transformers_by_names(), hidden_modules("scipy"):  # which is for sound
+        args = make_args(settings, model_dir=model_dir, device=device)
+        openai = "vllm.entrypoints.openai.api_server"
+        app_module = first_module("vllm.entrypoints.launchers.app", openai)
+        state_module = first_module("vllm.entrypoints.launchers.api_server.app_state", openai)
+        launcher = first_module("vllm.entrypoints.launchers.api_server.entry", openai)
     args.additional_config.at_forks([sock])
-    launcher = first_module("vllm.entrypoints.launchers.api_server.entry", openai)
     _wait_for_exit_codes()
     may_fork = device == "cpu" and args.tensor_parallel_size == 1
     starting = _forked_engine(args, launcher) if may_fork else launcher.build_async_engine_client(args)

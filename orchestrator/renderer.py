@@ -14,6 +14,7 @@ import numpy as np
 from grpo.orchestrator.rollouts.records import Messages
 from grpo.transport.errors import UserError
 from grpo.transport.http import Choice
+from grpo.transport.imports import import_transformers_by_names
 from grpo.transport.records import Int32
 from grpo.transport.weights.chat_template import check_arguments
 
@@ -219,7 +220,7 @@ _IMPORTING = threading.Lock()
 def load_tokenizer(name: Path | str) -> Any:
     """Loads the tokenizer of a folder, or of a name in the local cache. Where tokenizer.json says all, it does so
     without AutoTokenizer, whose import of torch takes 2 s and 350 MB."""
-    with _IMPORTING:
+    with _IMPORTING, import_transformers_by_names():
         if (Path(name) / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from grpo.configs.entry import load_settings
 from grpo.configs.errors import SettingsError
 from grpo.configs.train import TrainSettings
 from grpo.transport.cores import set_allocator, set_numeric_defaults
 from grpo.transport.hidden import hide_environment, key_variables
+from grpo.transport.imports import hidden_modules, import_transformers_by_names
 from grpo.transport.logs import printable, start_log
 from grpo.transport.parent import end_with_starter
 
@@ -90,14 +90,13 @@ def _run(settings: TrainSettings, *, starts_ranks: bool) -> None:
 
 
 def _import_peft() -> None:
-    """Imports PEFT without bitsandbytes, which PEFT would import for layers that the trainer does not use. On a CPU
-    that takes as long as importing torch, because it imports torch's compiler."""
-    hidden: Any = sys.modules
-    hidden["bitsandbytes"] = None
-    from peft.import_utils import is_bnb_available
+    """Imports PEFT without bitsandbytes, which PEFT would import for layers that the trainer does not use, and
+    transformers without scipy, which it would for losses that the trainer does not use. On a CPU the former takes as
+    long as importing torch, because it imports torch's compiler."""
+    with import_transformers_by_names(), hidden_modules("bitsandbytes", "scipy"):
+        from peft.import_utils import is_bnb_available
 
-    is_bnb_available()  # it remembers that there is none
-    del hidden["bitsandbytes"]
+        is_bnb_available()  # it remembers that there is none
 
 
 def _end(number: int, _: FrameType | None) -> None:
