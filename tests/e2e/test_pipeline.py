@@ -19,7 +19,7 @@ from tests.pages import README
 pytestmark = pytest.mark.e2e
 
 NUM_STEPS, CHECKPOINT = 8, 6
-SAME = {"GRPO_ORCH_SAMPLING__SEED": "7", "GRPO_RUN_MAX_STEPS": str(NUM_STEPS)}
+SAME = {"GRPO_ORCH_SAMPLING__SEED": "7", "GRPO_RUN_MAX_STEPS": str(NUM_STEPS), "GRPO_ORCH_BATCH_SIZE": "128"}
 SAME |= {"GRPO_TRAIN_WEIGHT_BROADCAST__KEEP_LAST": "20", "GRPO_TRAIN_CKPT__INTERVAL": str(CHECKPOINT)}
 """What a rollout samples does not depend on when it is asked for, and all versions are kept: so two runs that are
 strictly on-policy can be compared."""
@@ -167,7 +167,7 @@ def test_an_exported_model_answers_as_its_last_version_did(run: Run, tmp_path: P
 def test_the_three_files_of_the_references_quick_start_train(tmp_path: Path) -> None:
     """In bfloat16, and the heads in float32."""
     words = [*QUICK_START, "--model", "configs/quickstart/model", "--max_steps", "1", "--orch.eval.num_examples", "0"]
-    words += ["--orch.batch_size", "64"]
+    words += ["--orch.batch_size", "32"]
     refused = grpo(*words, "--output_dir", tmp_path / "fp8")  # there is no GPU that could
     assert (refused.returncode, "fp8_hybrid" in refused.stderr) == (2, True)
     run, heads = Run(tmp_path / "run"), ("--train.fp32_lm_head", "true", "--infer.fp32_lm_head", "true")
