@@ -327,7 +327,8 @@ def healthy(num_steps: int, parent: Path) -> Iterator[tuple[str, int, dict[str, 
         left -= done
     folder, settings = parent / "killed", {"max_steps": SHORT_STEPS}
     try:
-        killed = list(killed_run(folder, settings, ("infer", "train", "orch", "engine", "launcher"), random.Random(0)))
+        targets = [(name, 1) for name in ("infer", "train", "orch", "engine", "launcher")]
+        killed = list(killed_run(folder, settings, targets, random.Random(0), within_s=4.0))
         found = noticed(folder, 0, "")
     except AssertionError as error:
         killed, found = [], {"by": UNNAMED, "said": str(error)[-2000:]}

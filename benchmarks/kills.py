@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.report import parser, report
@@ -33,23 +33,32 @@ ONE_ORDER = {
     "infer.vllm": '{"max_num_seqs": 1}',
     "orch.batch_size": 16,
     "orch.rollouts_per_example": 8,
-    "max_steps": 6,
+    "max_steps": 12,
 }
 """Sequences are sampled one by one, since the bits of a log-probability may depend on what is sampled beside it."""
+SAME = {"orch": 1, "train": 1, "worker": 1, "engine": 1, "launcher": 0}
+"""What is killed of the run that is compared, and how many steps after the kill before it. The launcher is killed while
+it starts the server again, whose engine was killed."""
 KILLS_A_RUN = 10
 
 
 def killed_run(
-    folder: Path, settings: Mapping[str, object], targets: Sequence[str], draw: random.Random
+    folder: Path,
+    settings: Mapping[str, object],
+    targets: Iterable[tuple[str, int]],
+    draw: random.Random,
+    *,
+    within_s: float,
 ) -> Iterator[str]:
-    """One run with these kills; yields what was killed, and nothing for those that the run's end came before. Raises
-    AssertionError where a claim does not hold."""
+    """One run with kills of `targets`, each so many steps after the one before and at a moment of the `within_s` that
+    follow; yields what was killed, and nothing for those that the run's end came before. Raises AssertionError where a
+    claim does not hold."""
     words, run, before = options({**RECOVERING, **settings}), Run(folder), shared()
     launched = Launched(folder, *words)
     try:
-        for name in targets:
-            wait_for_step(launched, run, last_step(run) + draw.choice((0, 0, 1, 2)), name)
-            time.sleep(draw.uniform(0.0, 4.0))
+        for name, num_steps in targets:
+            wait_for_step(launched, run, last_step(run) + num_steps, name)
+            time.sleep(draw.uniform(0.0, within_s))
             if (process := launched.program(name)) is None:
                 continue
             yield f"{name} after step {last_step(run)}"
@@ -81,10 +90,12 @@ def check_same(parent: Path, draw: random.Random) -> None:
     """A run with kills over ZeroMQ comes to the policy of one without, over the filesystem. The server is killed by its
     engine, with which it ends. Raises AssertionError."""
     policies = []
-    for transport, targets in (("zmq", ("orch", "train", "launcher", "engine", "worker")), ("filesystem", ())):
-        folder = parent / transport
-        list(killed_run(folder, ONE_ORDER | {"rollout_transport.type": transport}, targets, draw))
-        policies.append((folder / "broadcasts/step_000006/adapter_model.safetensors").read_bytes())
+    for transport, targets in (("zmq", SAME), ("filesystem", {})):
+        folder, settings = parent / transport, ONE_ORDER | {"rollout_transport.type": transport}
+        killed = [*killed_run(folder, settings, targets.items(), draw, within_s=0.5)]
+        print(f"compared, {transport}: {', '.join(killed) or 'nothing killed'}", flush=True)
+        newest = folder / f"broadcasts/step_{ONE_ORDER['max_steps']:06}/adapter_model.safetensors"
+        policies.append(newest.read_bytes())
     assert policies[0] == policies[1], "the run with kills came to another policy"
 
 
@@ -100,10 +111,11 @@ def main() -> int:
         try:
             number = 0
             while (missing := given.kills - killed.total()) > 0:
-                targets = draw.choices(TARGETS, k=min(KILLS_A_RUN, missing))
+                names = draw.choices(TARGETS, k=min(KILLS_A_RUN, missing))
+                targets = [(name, draw.choice((0, 0, 1, 2))) for name in names]
                 transport = ("filesystem", "zmq")[number % 2]
                 settings = {"max_steps": 2 * len(targets) + 4, "rollout_transport.type": transport}
-                for doing in killed_run(Path(parent, f"run{number}"), settings, targets, draw):
+                for doing in killed_run(Path(parent, f"run{number}"), settings, targets, draw, within_s=4.0):
                     killed[doing.partition(" ")[0]] += 1
                     print(f"kill {killed.total():3d}, {transport}: {doing}", flush=True)
                 number += 1

@@ -18,15 +18,19 @@ def until(
     reached: Callable[[], T],
     *processes: "subprocess.Popen[Any] | BaseProcess",
     log: Callable[[], object] = str,
-    poll_s: float = 0.02,
+    poll_s: float | None = None,
     limit_s: float = END_S,
 ) -> T:
-    """Returns what `reached` returns once that is true. Fails with the log after `limit_s`, or when a process ends."""
-    deadline_s = time.monotonic() + limit_s
+    """Returns what `reached` returns once that is true. Fails with the log after `limit_s`, or when a process ends.
+    Asks again after `poll_s`; by default the later the longer asking takes, so that the cores are for what it waits
+    for."""
+    deadline_s, asked_s = time.monotonic() + limit_s, time.monotonic()
     while not (found := reached()):
         assert not any(map(_has_ended, processes)), f"a program has ended: {log()}"
         assert time.monotonic() < deadline_s, f"it did not get that far within {limit_s:g} s: {log()}"
-        time.sleep(poll_s)
+        took_s = time.monotonic() - asked_s
+        time.sleep(min(max(0.02, 9 * took_s), 1.0) if poll_s is None else poll_s)
+        asked_s = time.monotonic()
     return found
 
 

@@ -16,7 +16,7 @@ import pytest
 from grpo.transport.weights.dequantized import FOLDER
 
 from tests.chaos.launched import MODULES, Launched, shared
-from tests.e2e.runs import Run, done
+from tests.e2e.runs import Run, told
 from tests.support import until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -48,4 +48,4 @@ def test_killed_at_random_moments_a_run_leaves_nothing_or_comes_to_its_end(tmp_p
     assert run.summary["versions_served"][-1] == NUM_STEPS
     assert run.summary["canary_max_abs"] < 1e-4
     assert (run.folder / FOLDER / "STABLE").exists()
-    done("prove", run.folder)
+    told("prove", run.folder)

@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.chaos, pytest.mark.e2e, pytest.mark.timeout(900)]
 
 def test_a_run_that_is_killed_comes_to_the_policy_of_one_that_is_not() -> None:
     """Killed over ZeroMQ; test_colocate_kills.py kills over the filesystem."""
-    done("-m", "benchmarks.kills", "--kills", "0", "--same", "--check", program=Path(sys.executable))
+    told = done("-m", "benchmarks.kills", "--kills", "0", "--same", "--check", program=Path(sys.executable))
+    assert "compared, zmq: orch after step" in told, told
 
 
 def test_ctrl_c_while_programs_start_ends_all_of_them(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ROOT, Run, done
+from tests.e2e.runs import ROOT, Run, told
 from tests.support import END_S
 
 pytestmark = [pytest.mark.cluster, pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -113,4 +113,4 @@ def test_three_machines_without_a_shared_loopback_and_a_server_without_the_runs_
     copies = sorted(path.name for path in (tmp_path / "server" / "fetched").glob("*/step_*"))
     assert copies[-1] == f"step_{NUM_STEPS:06d}"
     assert not (tmp_path / "server" / "run.json").exists()
-    done("prove", tmp_path / "run")
+    told("prove", tmp_path / "run")

@@ -15,7 +15,7 @@ from grpo.deploy.slurm import script
 from grpo.transport.folders import steps_in
 
 from tests.cluster.slurm import CPUS, Slurm, missing
-from tests.e2e.runs import Run, done
+from tests.e2e.runs import Run, done, told
 from tests.support import until
 
 pytestmark = [
@@ -106,7 +106,7 @@ def test_a_run_whose_time_is_cut_short_and_that_loses_a_machine_comes_to_its_end
     assert launch.run.summary["steps"] == NUM_STEPS
     assert [line["progress/step"] for line in launch.run.steps] == list(range(1, NUM_STEPS + 1))
     assert "done its" in launch()
-    assert "gone without a word" not in done("status", launch.run.folder)
+    assert "gone without a word" not in told("status", launch.run.folder)
     launch.until(lambda: not slurm.processes())
 
 

@@ -131,7 +131,6 @@ def _start_all(stack: ExitStack, *, outputs: Path, port: int) -> dict[str, subpr
                 lambda probe=probe: subprocess.run(probe, capture_output=True).returncode == 0,
                 started["infer"],
                 log=(outputs / "infer.log").read_text,
-                poll_s=0.5,
             )
         started[name] = _start(name, stack, outputs=outputs, port=port)
     return started

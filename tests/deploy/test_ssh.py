@@ -175,7 +175,7 @@ def test_a_real_run_begins_there_and_is_ended(sshd: list[str], tmp_path: Path) -
     words = ["--orch.batch_size", "64", "--orch.eval.num_examples", "0"]
     assert machine.launch("quickstart", *words).stderr == ""
     log = machine.folder / "launch.log"
-    until((machine.folder / "run/broadcasts/step_000000/STABLE").exists, log=log.read_text)
+    until((machine.folder / "run/status/train.json").exists, log=log.read_text)
     assert "grpo-train" in machine.launch("quickstart", *words).stdout
     pid = int((machine.folder / "launch.pid").read_text())
     assert machine.launch("quickstart", "--stop").returncode == 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.grpo import run_folder
 from tests.support import END_S
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,13 @@ def grpo(
 def done(*words: object, **how: Any) -> str:
     """What the command prints; it must come to a good end."""
     ended = grpo(*words, **how)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def told(*words: str | Path) -> str:
+    """What the command prints in this process, which has the imports already; it must come to a good end."""
+    ended = run_folder.grpo(*words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

@@ -44,7 +44,8 @@ def url(adapters: Path) -> Iterator[str]:
     command += ["--lora-modules", *served]
     # Threads that are bound, and spin while they wait, would keep other tests' programs from the cores.
     threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"} | threads
+    forked = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # the engine imports nothing again
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"} | threads | forked
     log = adapters / "vllm.log"
     with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
         address = f"http://127.0.0.1:{port}"

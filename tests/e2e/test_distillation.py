@@ -16,7 +16,8 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def distilled(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("distilled") / "run"
-    return trained("configs/distillation", folder, "--max_steps", "12", "--orch.eval.num_examples", "100")
+    words = ("--max_steps", "12", "--orch.batch_size", "64", "--orch.eval.num_examples", "100")
+    return trained("configs/distillation", folder, *words)
 
 
 def test_the_divergence_from_the_teacher_falls_by_half_or_more(distilled: Run) -> None:

@@ -18,10 +18,11 @@ def test_the_page_leads_to_a_model_that_has_learned(tmp_path: Path) -> None:
     PAGE.write_files(tmp_path)
     for line in PAGE.commands():
         program, *words = shlex.split(line.replace("--max_steps 15", "--max_steps 12"))  # enough to see that it learns
-        done(*words, cwd=tmp_path, program=PROGRAMS / program)
+        done(*words, cwd=tmp_path, program=PROGRAMS / program, variables={"GRPO_ORCH_BATCH_SIZE": "128"})
     run = Run(tmp_path / "outputs/codes")
     assert run.summary["rollouts_dropped"] == {}
-    # From 0.02 to between 0.77 and 0.87 in 9 runs of different seeds; where nothing is learned it stays.
+    # From 0.02 to 0.84 with 128 rollouts a step, and to between 0.77 and 0.87 with 256 in 9 runs of different seeds;
+    # where nothing is learned it stays.
     assert run.rewards[0] < 0.1
     assert statistics.mean(run.rewards[-3:]) > 0.3
     assert run.summary["accuracy_after"] > run.summary["accuracy_before"]  # of ten words

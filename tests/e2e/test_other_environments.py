@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from tests.e2e.conftest import pip
 from tests.e2e.runs import PROGRAMS, ROOT, Run
 from tests.support import END_S, options, until
 
-pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
-pytestmark = pytest.mark.e2e
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.skipif(find_spec("verifiers") is None, reason="the extra verifiers is not installed"),
+]
 
 OTHERS = ROOT / "tests/environments/others"
 NUM_STEPS, BATCH_SIZE, GROUP_SIZE = 4, 32, 8

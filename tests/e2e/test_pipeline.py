@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from tests.configs.test_reference import QUICK_START
-from tests.e2e.runs import ROOT, Run, done, grpo
+from tests.e2e.runs import ROOT, Run, done, grpo, told
 from tests.pages import README
 
 pytestmark = pytest.mark.e2e
 
 NUM_STEPS, CHECKPOINT = 8, 6
-SAME = {"GRPO_ORCH_SAMPLING__SEED": "7", "GRPO_RUN_MAX_STEPS": str(NUM_STEPS)}
+SAME = {"GRPO_ORCH_SAMPLING__SEED": "7", "GRPO_RUN_MAX_STEPS": str(NUM_STEPS), "GRPO_ORCH_BATCH_SIZE": "128"}
 SAME |= {"GRPO_TRAIN_WEIGHT_BROADCAST__KEEP_LAST": "20", "GRPO_TRAIN_CKPT__INTERVAL": str(CHECKPOINT)}
 """What a rollout samples does not depend on when it is asked for, and all versions are kept: so two runs that are
 strictly on-policy can be compared."""
@@ -93,18 +93,18 @@ def test_metrics_logs_status_and_ledger_are_there(run: Run) -> None:
     assert expected <= keys
     assert any(key.startswith("policy/mismatch_kl_lag") for key in keys)
     assert all((run.folder / "logs" / f"{name}.log").stat().st_size > 0 for name in ("infer", "orch", "train"))
-    status = done("status", run.folder)
+    status = told("status", run.folder)
     assert len(re.findall(rf"grpo-(?:orch|train) +finished in step {NUM_STEPS}", status)) == 2
-    done("prove", run.folder)
+    told("prove", run.folder)
 
 
 def test_every_proof_holds_is_the_same_on_a_copy_and_a_flipped_byte_is_named(compared: Path, tmp_path: Path) -> None:
-    told = done("prove", compared / "async", "--strict", "--json")
-    facts = {part["name"]: part["facts"] for part in json.loads(told)["parts"]}
+    proved = told("prove", compared / "async", "--strict", "--json")
+    facts = {part["name"]: part["facts"] for part in json.loads(proved)["parts"]}
     assert len(facts["versions"]["proved"]) == len(facts["versions"]["files"]) == NUM_STEPS + 1
     assert facts["tokens"]["spots"] >= 2
     copy = shutil.copytree(compared / "async", tmp_path / "copy")
-    assert done("prove", copy, "--json") == told
+    assert told("prove", copy, "--json") == proved
     file = copy / "broadcasts" / f"step_{NUM_STEPS:06d}" / "adapter_model.safetensors"
     weights = bytearray(file.read_bytes())
     weights[len(weights) // 2] ^= 1
@@ -115,7 +115,7 @@ def test_every_proof_holds_is_the_same_on_a_copy_and_a_flipped_byte_is_named(com
 
 def test_the_settings_in_the_report_of_copies_are_those_of_the_runs(compared: Path, tmp_path: Path) -> None:
     copies = [shutil.copytree(compared / arm, tmp_path / arm) for arm in ("sync", "async")]
-    done("report", *copies, "--output", tmp_path / "page.md", cwd=tmp_path)
+    told("report", *copies, "--output", tmp_path / "page.md")
     page = (tmp_path / "page.md").read_text()
     assert page.count("everything is proved") + page.count("nothing is broken; unproved") == 2
     settings = [yaml.safe_load(one) for one in re.findall(r"^```\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[::2]]
@@ -145,7 +145,7 @@ def test_a_finished_run_goes_back_to_a_step_and_on_to_its_end_as_before(run: Run
     assert sorted(path.name for path in (aside / "broadcasts").iterdir())[-1] == f"step_{NUM_STEPS:06d}"
     assert [line["progress/step"] for line in again.steps] == list(range(1, NUM_STEPS + 1))
     assert again.summary["versions_served"][-1] == again.summary["steps"] == NUM_STEPS
-    done("prove", again.folder)
+    told("prove", again.folder)
     for key in ("perf/generate_tokens", "reward/mean"):
         assert again.steps[CHECKPOINT][key] == run.steps[CHECKPOINT][key]
     first = f"broadcasts/step_{CHECKPOINT + 1:06d}/canary.json"
@@ -154,11 +154,11 @@ def test_a_finished_run_goes_back_to_a_step_and_on_to_its_end_as_before(run: Run
 
 
 def test_an_exported_model_answers_as_its_last_version_did(run: Run, tmp_path: Path) -> None:
-    folder = done("export", run.folder, "--merged", "--output", tmp_path / "merged").strip()
+    folder = told("export", run.folder, "--merged", "--output", tmp_path / "merged").strip()
     words = ("--env", "reverse-text", "--num_examples", "200", "--max_tokens", "12")
-    told = json.loads(done("evaluate", folder, *words, "--dtype", "float32", "--max_model_len", "128", "--json"))
+    found = json.loads(told("evaluate", folder, *words, "--dtype", "float32", "--max_model_len", "128", "--json"))
     for key in ("eval/accuracy", "eval/accuracy_stderr/reverse-text", "eval/num_tokens_mean/reverse-text"):
-        assert told["metrics"][key] == pytest.approx(run.summary["evaluations"][str(NUM_STEPS)][key], abs=0.011)
+        assert found["metrics"][key] == pytest.approx(run.summary["evaluations"][str(NUM_STEPS)][key], abs=0.011)
 
 
 # --- other runs ---
@@ -167,7 +167,7 @@ def test_an_exported_model_answers_as_its_last_version_did(run: Run, tmp_path: P
 def test_the_three_files_of_the_references_quick_start_train(tmp_path: Path) -> None:
     """In bfloat16, and the heads in float32."""
     words = [*QUICK_START, "--model", "configs/quickstart/model", "--max_steps", "1", "--orch.eval.num_examples", "0"]
-    words += ["--orch.batch_size", "64"]
+    words += ["--orch.batch_size", "32"]
     refused = grpo(*words, "--output_dir", tmp_path / "fp8")  # there is no GPU that could
     assert (refused.returncode, "fp8_hybrid" in refused.stderr) == (2, True)
     run, heads = Run(tmp_path / "run"), ("--train.fp32_lm_head", "true", "--infer.fp32_lm_head", "true")

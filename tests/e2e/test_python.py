@@ -1,5 +1,5 @@
-"""docs/python.md's lines as cells of a notebook: `grpo.train` in its kernel, with an environment from its cells, which
-is learned, and a live curve."""
+"""docs/python.md's lines as cells of a notebook: `grpo.train` in its kernel, with an environment from its cells and a
+live curve. That such words are learned: test_from_csv.py."""
 
 import sys
 import textwrap
@@ -19,11 +19,10 @@ pytestmark = pytest.mark.e2e
 SCRIPT, _, OPENED, *_ = (block.text for block in Page("docs/python.md").blocks if block.language == "python")
 DEFINITIONS, _, MAIN = SCRIPT.partition('if __name__ == "__main__":\n')
 TRAIN, WAIT, *PRINTS = textwrap.dedent(MAIN).splitlines()
-NUM_STEPS = 12
-SMALL = TRAIN.replace("steps=20", f"steps={NUM_STEPS}")
+NUM_STEPS, BATCH_SIZE = 3, 32
+SMALL = TRAIN.replace("steps=20", f"steps={NUM_STEPS}, orch__batch_size={BATCH_SIZE}")
 ASKED = "print(run, len(run.metrics), len(run.evaluations), len(run.rollouts(2)), run.summary['steps'])"
-LEARNED = "print(run.metrics['reward/mean'][-3:].mean())"
-EXPORT = "print(sorted(path.name for path in run.export('exported', step=8).iterdir())[:2])"
+EXPORT = "print(sorted(path.name for path in run.export('exported', step=2).iterdir())[:2])"
 OWN = "import configs, orchestrator, trainer, transport; print(configs.MINE, trainer.MINE)"
 OTHER = SMALL.replace("letters=4", "letters=3")
 CELLS = (
@@ -34,7 +33,6 @@ CELLS = (
     *PRINTS,
     OPENED.replace("(20)", f"({NUM_STEPS})"),
     ASKED,
-    LEARNED,
     EXPORT,
     OTHER,
 )
@@ -68,9 +66,7 @@ def test_an_environment_of_a_cell_is_trained_while_its_curve_is_shown(
     assert "image/png" in outputs[WAIT][0].data
     assert "Code: " in outputs[OPENED.replace("(20)", f"({NUM_STEPS})")][0].text
     assert f"ended, step {NUM_STEPS}" in outputs[ASKED][0].text
-    assert outputs[ASKED][0].text.split("> ")[1] == f"{NUM_STEPS} 2 256 {NUM_STEPS}\n"
-    # It begins at 0.01, and was 0.80 to 0.85 in 5 runs of different seeds.
-    assert float(outputs[LEARNED][0].text) > 0.3
+    assert outputs[ASKED][0].text.split("> ")[1] == f"{NUM_STEPS} 2 {BATCH_SIZE} {NUM_STEPS}\n"
     assert outputs[EXPORT][0].text == "['README.md', 'adapter_config.json']\n"
     assert outputs[OTHER][0].ename == "RunFailed"  # a run of other settings is there
     assert "letters" in outputs[OTHER][0].evalue

@@ -21,7 +21,7 @@ def test_the_dry_run_prints_settings_and_loads_nothing(tmp_path: Path) -> None:
 
 
 def test_the_first_environment_rewards_its_own_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/python.md has the same, which is learned in test_python.py."""
+    """docs/python.md has the same, which is trained in test_python.py."""
     [code] = [block.text for block in README.of("python") if "class CodeWord" in block.text]
     (tmp_path / "code_word.py").write_text(code)
     env_id = README.command("grpo quickstart --output_dir outputs/code")[-1]

@@ -1,5 +1,5 @@
-"""A model and an environment of one's own are planned without a preset, and rows and functions train one from Python.
-test_first_hour.py runs such a command."""
+"""A model and an environment of one's own are planned without a preset, and rows and functions train one from
+Python."""
 
 import sys
 from pathlib import Path

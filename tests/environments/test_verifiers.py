@@ -3,14 +3,17 @@
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
+if find_spec("verifiers") is None:
+    pytest.skip("the extra verifiers is not installed", allow_module_level=True)
+if TYPE_CHECKING:  # importing it takes seconds, which each process that looks for tests would spend
+    from grpo.environments.verifiers import Verifiers
 
-from grpo.environments.verifiers import RolloutFailed, Verifiers
 from grpo.orchestrator.rollouts.context import CallFailed
 from grpo.orchestrator.rollouts.play import play
 from grpo.orchestrator.rollouts.state import EpisodeState
@@ -31,7 +34,9 @@ def _installed() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def made(**settings: Any) -> AsyncIterator[Verifiers]:
+async def made(**settings: Any) -> AsyncIterator["Verifiers"]:
+    from grpo.environments.verifiers import Verifiers
+
     environment = Verifiers(**{"env_id": ENV_ID, **settings})
     try:
         yield environment
@@ -39,7 +44,7 @@ async def made(**settings: Any) -> AsyncIterator[Verifiers]:
         await environment.close()
 
 
-async def played(environment: Verifiers, answers: Any) -> EpisodeState:
+async def played(environment: "Verifiers", answers: Any) -> EpisodeState:
     return await play(environment, environment.dataset("train")[0], answers)
 
 
@@ -142,6 +147,8 @@ async def test_calls_that_fail_mark_their_answers_and_tell_the_policy() -> None:
 
 
 async def test_a_call_that_fails_and_one_of_their_hooks_that_raises_cost_the_rollout_with_their_reason() -> None:
+    from grpo.environments.verifiers import RolloutFailed
+
     def answer(role: str, messages: list[dict[str, Any]]) -> str:
         raise CallFailed("no server is left")
 
@@ -163,5 +170,7 @@ async def test_a_call_that_fails_and_one_of_their_hooks_that_raises_cost_the_rol
     ],
 )
 def test_settings_that_cannot_be_are_errors_that_say_what_to_do(settings: dict[str, Any], told: str) -> None:
+    from grpo.environments.verifiers import Verifiers
+
     with pytest.raises(ValueError, match=told):
         Verifiers(env_id=ENV_ID, **settings)

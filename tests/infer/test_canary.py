@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from grpo.infer.canary import check_effect
 from grpo.transport.errors import PolicyRefused
@@ -40,10 +39,13 @@ FAULTS: dict[str, Callable[[Qwen3ForCausalLM, Adapter], Adapter]] = {
 }
 
 
-@pytest.mark.parametrize("num_layers", [28, 64])
-def test_of_two_right_programs_in_bfloat16_none_is_refused_and_of_wrong_ones_each(num_layers: int) -> None:
-    model = random_model(num_layers)
-    generator = torch.Generator().manual_seed(num_layers)
+NUM_LAYERS = 64
+"""The more layers, the more rounding, and the less one of them changes."""
+
+
+def test_of_two_right_programs_in_bfloat16_none_is_refused_and_of_wrong_ones_each() -> None:
+    model = random_model(NUM_LAYERS)
+    generator = torch.Generator().manual_seed(NUM_LAYERS)
     ids = torch.randint(2, model.config.vocab_size // 2, (NUM_CANARIES, NUM_TOKENS), generator=generator)
     trained_base, served_base = (logprobs(model, ids, side) for side in (TRAINER, SERVER))
 
