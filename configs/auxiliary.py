@@ -15,21 +15,20 @@ class TeacherModelSettings(Section):
     """The model that teaches."""
 
     name: str | None = None
-    """A local folder or a Hugging Face id; with a server that has OpenAI's routes only, also the model's name there."""
+    """A local folder or a Hugging Face id; on servers with only OpenAI's routes also the name there."""
     tokenizer: str | None = None
-    """A folder or an id with its tokenizer, which must be the policy's (null: that of `name`)."""
+    """Folder or id of its tokenizer, which must be the policy's (null: that of `name`)."""
 
 
 class TeacherClientSettings(Section):
     """How the teacher's servers are reached."""
 
     base_url: Listed[str] | None = None
-    """Addresses of the servers: grpo-infer, or any vLLM, which scores at temperature 1 only (null: `grpo` starts
-    one)."""
+    """Addresses of its servers: grpo-infer or any vLLM (null: `grpo` starts one)."""
     api_key_var: str = "VLLM_API_KEY"
-    """Name of the environment variable that holds the servers' API key."""
+    """Environment variable with the servers' API key."""
     timeout: Seconds = 120.0
-    """Seconds that scoring a sample may take, retries included; then it is dropped and counted."""
+    """Seconds that scoring a sample may take, with retries; then it is dropped."""
 
 
 class TeacherSettings(Section):
@@ -39,8 +38,7 @@ class TeacherSettings(Section):
     model: TeacherModelSettings = TeacherModelSettings()
     """The model that teaches."""
     reference: bool = False
-    """The teacher is the model before training, on the run's own servers, and `loss.teacher_tau` the weight of the KL
-    to it (false: the teacher is `model.name`)."""
+    """The teacher is the model before training, on the run's servers (false: `model.name`)."""
     client: TeacherClientSettings = TeacherClientSettings()
     """How the servers of `model.name` are reached."""
 
@@ -60,9 +58,9 @@ class PriceSettings(Section):
     """The price of a million tokens, in a currency of your choice, the same for all."""
 
     prompt: Cost = 0.0
-    """Price of a million tokens of prompts."""
+    """Price of a million prompt tokens."""
     completion: Cost = 0.0
-    """Price of a million tokens of answers."""
+    """Price of a million answer tokens."""
 
 
 class ApiSettings(Section):
@@ -71,28 +69,27 @@ class ApiSettings(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """Its name in metrics, pairs and messages."""
     base_url: str | None = Field(default=None, pattern=r"^https?://")
-    """Address of the API, with its `/v1` (null: the run's own servers)."""
+    """Address of the API, with its `/v1` (null: the run's servers)."""
     model: str | None = None
-    """The model's name at the API (null: the policy's base model, on the run's own servers)."""
+    """Name at the API (null: the policy's base model, on the run's servers)."""
     api_key_var: Annotated[str | None, OnlyWith("base_url")] = None
-    """Name of the environment variable that holds the key (null: none; on the run's own servers
-    `client.api_key_var`)."""
+    """Environment variable with the key (null: none; on the run's servers `client.api_key_var`)."""
     temperature: Annotated[float, Field(ge=0, le=100)] | None = 0.0
-    """Sampling temperature of its answers (null: the API's default, which some require)."""
+    """Sampling temperature (null: the API's default)."""
     max_tokens: PositiveInt = 1024
     """Longest answer in tokens."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """Name of that field in requests."""
+    """That field's name in requests."""
     extra: dict[str, Any] = {}
-    """Further fields of every request."""
+    """More fields of every request."""
     price: PriceSettings = PriceSettings()
     """What its tokens cost."""
     timeout_s: Seconds = 60.0
-    """Seconds that one request may take."""
+    """Seconds that a request may take."""
     retries: NonNegativeInt = 3
-    """Number of retries after a temporary failure, with growing pauses or as the API asks."""
+    """Retries after a temporary failure."""
     requests_per_s: float = Field(default=8.0, gt=0, le=1e6)
-    """Most requests a second on average; bursts may use a second's allowance at once."""
+    """Most requests a second on average."""
 
     def conflicts(self) -> Conflicts:
         if self.base_url is not None and self.model is None:
@@ -107,18 +104,16 @@ class HintSettings(Section):
     (SDPO). Switched on by the trainer's `loss.alpha_sdpo`, or by `advantage_weight`."""
 
     sources: Listed[HintSource] = Field(default=("templates", "environment"), min_length=1)
-    """Where a hint comes from, asked in order until one has a text. `templates`: texts by the error's key or kind.
-    `environment`: what it said about the error. `sibling`: the group's best answer from the same point. `model`:
-    written by `model`. `solution`: the example's `solution`, for every answer, marked or not (privileged
-    self-distillation)."""
+    """Where hints come from; the first with a text is used. `templates`: texts by the error's key or kind.
+    `environment`: what it said. `sibling`: the group's best answer from the same point. `model`: written by `model`.
+    `solution`: the example's `solution`, for every answer."""
     templates: Annotated[str | None, OnlyWith("sources", "templates")] = None
-    """A YAML or JSON file of texts by `hint_template_key` or `error_kind`, which replace and extend the built-in ones;
-    null removes one."""
+    """YAML or JSON file of texts by `hint_template_key` or `error_kind`, added to the built-in ones; null removes
+    one."""
     max_per_sample: PositiveInt | None = None
-    """Number of errors of a sample that get hints, the first ones (null: all)."""
+    """Errors of a sample that get hints, the first ones (null: all)."""
     advantage_weight: float = Field(default=0.0, ge=0, le=1e3)
-    """Adds this times (log-probability with the hint − without) to the advantage of each hinted token, independently of
-    `loss.alpha_sdpo`."""
+    """Weight of (log-probability with the hint − without), added to the advantage of each hinted token."""
     model: Annotated[ApiSettings | None, OnlyWith("sources", "model")] = None
     """The model that writes hints."""
 
@@ -140,28 +135,24 @@ class PreferenceSettings(Section):
     teachers: tuple[ApiSettings, ...] = ()
     """Models that are asked."""
     num_agreeing: PositiveInt = 2
-    """Number of teachers that must agree. 1 makes more pairs, and noisier ones."""
+    """Teachers that must agree. 1 makes more and noisier pairs."""
     judge: ApiSettings | None = None
-    """The model that says whether two actions are the same although their words differ (null: words, numbers and signs
-    decide)."""
+    """The model that says whether differently worded actions are the same (null: words, numbers and signs decide)."""
     select: Listed[Selection] = Field(default=("low_reward", "errors"), min_length=1)
-    """Which of the policy's turns teachers are asked about. `errors`: those that the environment marked. `low_reward`:
-    those of rollouts with a reward below the group's mean."""
+    """Turns that teachers are asked about. `errors`: marked ones. `low_reward`: those of rollouts with a reward below
+    the group's mean."""
     max_cost: Cost | None = None
-    """No more questions once this much is spent in the whole run, across restarts (null: no limit)."""
+    """Asks no more once the whole run has spent this (null: no limit)."""
     max_waiting: PositiveInt = 1024
-    """Most turns that wait to be asked about; the newest is asked next, the oldest is dropped and counted."""
+    """Most turns that wait, newest first; the oldest is dropped and counted."""
     max_pairs: PositiveInt = 64
-    """Most pairs in one batch, those of the newest versions; others wait for the next."""
+    """Most pairs in a batch, newest versions first; others wait."""
     max_off_policy_steps: NonNegativeInt | None = 32
-    """Largest version lag of a pair when its batch ships (null: no limit). Older turns and pairs are dropped and
-    counted."""
+    """Largest version lag of a pair when its batch ships; older ones are dropped (null: no limit)."""
     pairs: str | None = None
-    """The folder of another run with the same base model, whose pairs are used, `max_pairs` in every batch (null:
-    teachers are asked)."""
+    """Folder of another run of the same base model whose pairs are used (null: teachers are asked)."""
     advantage_weight: float = Field(default=0.0, ge=0, le=1e3)
-    """Adds this times (share of teachers that agree − largest share for another action) to a turn's advantage,
-    independently of `loss.beta_replay`. A group then waits for its teachers."""
+    """Weight of (share of teachers that agree − largest share for another action), added to a turn's advantage."""
 
     def conflicts(self) -> Conflicts:
         changed = self.changed

@@ -11,29 +11,28 @@ class ElasticSettings(Section):
     where they are."""
 
     hostname: str | None = Field(default=None, min_length=1)
-    """DNS name, such as a headless service's; every address behind it is a server (null: servers with the same
-    `output_dir`)."""
+    """DNS name; every address behind it is a server (null: servers with the same `output_dir`)."""
     port: Annotated[Port, OnlyWith("hostname")] = 8000
     """Port of every server."""
     sync_interval: Seconds = 5.0
-    """Seconds between two look-ups. A new address serves once it has proved every version in use."""
+    """Seconds between look-ups."""
 
 
 class ClientSettings(Section):
     """How the inference servers are reached."""
 
     base_url: Listed[str] = Field(default=("http://localhost:8000/v1",), min_length=1)
-    """Addresses of one or more servers."""
+    """Addresses of the servers."""
     elastic: ElasticSettings | None = None
     """Servers that are found by name, instead of `base_url` (null: those of `base_url`)."""
     timeout: Seconds = 1200.0
-    """Seconds that one request may take, retries included, and that the start waits for the servers."""
+    """Seconds that a request may take, with retries, and that the start waits for servers."""
     health_interval_s: Seconds = 1.0
-    """Seconds between two checks of a server's health and load."""
+    """Seconds between health checks of a server."""
     health_timeout_s: Seconds = 30.0
-    """Seconds without an answer after which a server counts as dead and its requests go elsewhere."""
+    """Seconds without an answer after which a server counts as dead."""
     api_key_var: str = "VLLM_API_KEY"
-    """Name of the environment variable that holds the servers' API key."""
+    """Environment variable with the servers' API key."""
     skip_model_check: bool = False
     """Does not compare the servers' base model with `model.name`."""
 

@@ -137,15 +137,14 @@ class Shared(Section):
     seed: Seed = 42
     """Seed of everything that is random."""
     sleep_mode: bool = False
-    """The server sleeps while the trainer steps, so that both fit on one GPU; needs `max_async_level: 0`."""
+    """The server sleeps while the trainer steps, so both fit on one GPU; needs `max_async_level: 0`."""
 
 
 class OnDevice(Section):
     """Settings of programs that compute."""
 
     fp32_lm_head: bool = False
-    """Server and trainer compute the LM head in float32, so that their log-probabilities agree better; costs a copy of
-    the head."""
+    """The LM head is computed in float32. Server and trainer agree better; costs a copy of the head."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; `auto` takes a GPU if there is one."""
     colocate: bool = False
@@ -156,42 +155,41 @@ class ProofSettings(Section):
     """Proofs of what was sampled and trained (`grpo docs proofs`)."""
 
     on_failure: Literal["stop", "drop", "warn"] = "stop"
-    """What happens when a proof fails. `stop` ends the run with exit code 76: for a spot proof before the step changes
-    anything, for a gradient before the version is served. `drop` leaves samples of failed spot proofs out of the step,
-    with a warning. `warn` only warns."""
+    """After a failed proof: `stop` ends the run with exit code 76, before the version is served; `drop` leaves samples
+    of failed spot proofs out of the step; `warn` only warns."""
 
 
 class SpotProofSettings(ProofSettings):
     """Proofs of what was sampled and trained (`grpo docs proofs`)."""
 
     share: Share = 0.01
-    """Share of a batch's samples of earlier versions that the trainer scores again under the version that each record
-    names, on average at least two a step (0: none)."""
+    """Share of a batch's older samples that the trainer scores again under their version, at least two a step on
+    average (0: none)."""
 
 
 # --- how batches travel -------------------------------------------------------------------------------------------
 
 
 class FilesystemTransport(Section):
-    """Batches travel as folders below `output_dir/batches`."""
+    """Folders below `output_dir/batches`."""
 
     type: Literal["filesystem"] = "filesystem"
     hwm: PositiveInt = 10
-    """The orchestrator waits while this many batches (high-water mark) have been sent but not received."""
+    """Most batches sent but not yet received (high-water mark)."""
 
 
 class ZmqTransport(Section):
-    """Batches travel over ZeroMQ sockets; the orchestrator binds."""
+    """ZeroMQ sockets; the orchestrator binds."""
 
     type: Literal["zmq"] = "zmq"
     hwm: PositiveInt = 10
-    """The orchestrator waits while this many batches (high-water mark) have been sent but not received."""
+    """Most batches sent but not yet received (high-water mark)."""
     host: str = "localhost"
-    """Address of the orchestrator."""
+    """The orchestrator's address."""
     port: Port = 5555
-    """Port of the orchestrator."""
+    """The orchestrator's port."""
     key_var: str = "GRPO_TRANSPORT_KEY"
-    """Name of the environment variable that holds the key of both ends."""
+    """Environment variable with the key."""
 
 
 Transport: TypeAlias = Annotated[FilesystemTransport | ZmqTransport, Field(discriminator="type"), type_is("filesystem")]
@@ -202,51 +200,51 @@ Transport: TypeAlias = Annotated[FilesystemTransport | ZmqTransport, Field(discr
 
 class _Broadcast(Section):
     allow_rounding: Annotated[bool, OnlyWith("format", "merged")] = False
-    """Merged weights may be rounded to 16 bits, which loses small updates."""
+    """Merged weights may be rounded to 16 bits; small updates are lost."""
     keep_last: PositiveInt | None = None
-    """Number of newest versions that stay on disk, besides those in use (null: 8, or 2 of `merged` and `full` ones)."""
+    """Newest versions that stay on disk, besides those in use (null: 8, or 2 of `merged` and `full` ones)."""
     keep_interval: PositiveInt | None = None
-    """Versions that are multiples of this stay on disk too (null: no others)."""
+    """Versions that are multiples of this stay too (null: none)."""
 
 
 class FilesystemBroadcast(_Broadcast):
-    """Policy versions travel as folders below `output_dir/broadcasts`."""
+    """Folders below `output_dir/broadcasts`."""
 
     type: Literal["filesystem"] = "filesystem"
     format: Literal["adapter", "merged", "full"] = "adapter"
-    """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: matrices with the adapter merged
-    in; a server drains before each switch. `full`: all weights, with `lora: false`."""
+    """`adapter`: the LoRA adapter; servers hold several versions. `merged`: weights with the adapter merged in, one
+    version at a time. `full`: all weights."""
 
 
 class HttpBroadcast(_Broadcast):
-    """Policy versions travel over HTTP, from the orchestrator to servers that share no folder with it."""
+    """Over HTTP, to servers that share no folder with the orchestrator."""
 
     type: Literal["http"] = "http"
     format: Literal["adapter", "merged", "full"] = "adapter"
-    """`adapter`: the LoRA adapter; servers hold several versions at once. `merged`: matrices with the adapter merged
-    in; a server drains before each switch. `full`: all weights, with `lora: false`."""
+    """`adapter`: the LoRA adapter; servers hold several versions. `merged`: weights with the adapter merged in, one
+    version at a time. `full`: all weights."""
     host: str = "localhost"
-    """Address at which the orchestrator serves them."""
+    """The orchestrator's address."""
     port: Port = 5556
-    """Port at which the orchestrator serves them."""
+    """The orchestrator's port."""
     key_var: str = "GRPO_TRANSPORT_KEY"
-    """Name of the environment variable that holds the key of both ends (if unset, the run's own key)."""
+    """Environment variable with the key (if unset, the run's own)."""
 
 
 class NcclBroadcast(_Broadcast):
-    """Policy versions travel from GPU to GPU, and a small folder announces them. No server can join late."""
+    """From GPU to GPU. No server can join late."""
 
     type: Literal["nccl"] = "nccl"
     format: Literal["merged", "full"] = "merged"
-    """`merged`: matrices with the adapter merged in. `full`: all weights, with `lora: false`."""
+    """`merged`: weights with the adapter merged in. `full`: all weights."""
     host: str = "localhost"
-    """Address of the trainer's machine."""
+    """The trainer's address."""
     port: Port = 29501
     """Port at which trainer and servers meet."""
     timeout: Seconds = 1200.0
-    """Seconds that the servers may take to receive a version."""
+    """Seconds that servers may take to receive a version."""
     inference_world_size: PositiveInt = 1
-    """Number of GPUs of all servers together."""
+    """GPUs of all servers together."""
 
 
 Broadcast: TypeAlias = Annotated[

@@ -15,22 +15,22 @@ class EnvSettings(Section):
     """One environment."""
 
     id: str = Field(min_length=1)
-    """A built-in environment (`reverse-text`, see `grpo docs environments`), or `module:Class` or
-    `path/to/file.py:Class` of your own."""
+    """A built-in environment such as `reverse-text` (`grpo docs environments`), or your own: `module:Class` or
+    `path/to/file.py:Class`."""
     name: str | None = None
     """Name in metrics (null: the id)."""
     args: dict[str, Any] = {}
     """Keyword arguments of the environment."""
     address: str | None = Field(default=None, pattern=_ADDRESS)
-    """Address of an environment server, `tcp://host:port`, which `grpo-env ID` starts (null: the orchestrator starts
-    processes of its own)."""
+    """Address of an environment server, `tcp://host:port`, started by `grpo-env ID` (null: the orchestrator starts
+    processes)."""
     num_workers: PositiveInt = 1
-    """Number of processes for its rollouts."""
+    """Processes for its rollouts."""
     memory_gb: float | None = Field(default=None, ge=0.05, le=1e6)
-    """Memory in GB that its code may allocate in each process; rollouts that need more are dropped (null: no limit)."""
+    """Memory limit of each process in GB; rollouts that need more are dropped (null: no limit)."""
     adapters: dict[str, str] = {}
-    """The adapter of each role, from `model.lora_adapters`, such as `{Proposer: proposer}`. Other roles have the first;
-    the role of single answers is `policy`."""
+    """Each role's adapter, from `model.lora_adapters`, such as `{Proposer: proposer}` (others: the first). The role of
+    single answers is `policy`."""
 
     @property
     def label(self) -> str:
@@ -67,20 +67,20 @@ class EvalSettings(Section):
     env: Environments = ()
     """Environments to evaluate on (empty: the training ones)."""
     num_examples: int = Field(default=200, ge=-1)
-    """Number of held-out examples of each environment (-1: all, 0: no evaluation)."""
+    """Held-out examples of each environment (-1: all, 0: no evaluation)."""
     rollouts_per_example: PositiveInt = 1
-    """Number of answers to each prompt. With more than one, pass@k is estimated for k = 1, 2, 4, …"""
+    """Answers to each prompt. More than one gives pass@k for k = 1, 2, 4, …"""
     interval: PositiveInt = 100
-    """Steps between two evaluations."""
+    """Steps between evaluations."""
     sampling: EvalSamplingSettings = EvalSamplingSettings()
     """How held-out prompts are answered."""
     eval_base_model: bool = True
     """Also evaluates version 0, before the first step."""
     skip_eval_on_resume: bool = True
-    """The version with which a run resumes is not evaluated, unless it is the last one."""
+    """Does not evaluate the version with which a run resumes, unless it is the last."""
     cancel_inflight_rollouts_on_eval: bool = False
-    """Training waits while a version is evaluated; rollouts in flight are cancelled, and their prompts asked again
-    afterwards. false: both share the servers."""
+    """Training waits for evaluations; rollouts in flight are cancelled and asked again. false: both share the
+    servers."""
 
     def conflicts(self) -> Conflicts:
         yield from label_conflicts("env", self.env)

@@ -53,12 +53,11 @@ class _ServerSettings(ProcessSettings):
     port: Port = 8000
     """Port to listen on."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights and of the computation; `auto` follows the checkpoint. Left open in a run, it is the
-    trainer's."""
+    """Type of weights and computation; `auto` follows the checkpoint (default in a run: the trainer's)."""
     max_model_len: PositiveInt | None = None
-    """Longest sequence in tokens, prompt and answer together (null: what the model allows; in a run, `seq_len`)."""
+    """Longest sequence in tokens, with the answer (null: the model's limit; in a run, `seq_len`)."""
     trust_remote_code: bool = False
-    """Code that comes with the checkpoint may run."""
+    """Code in the checkpoint may run."""
     enforce_eager: bool = False
     """Runs the model without CUDA graphs."""
     tp: PositiveInt = 1
@@ -68,20 +67,18 @@ class _ServerSettings(ProcessSettings):
     enable_prefix_caching: bool | None = None
     """Reuses the KV cache of equal prefixes (null: vLLM's default)."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), OnlyWith("device", "auto", "cuda")] = 0.9
-    """Share of the GPU's memory that vLLM may take. Left open in a run on one GPU, it is what a step of the trainer
-    leaves (`grpo docs memory`)."""
+    """Share of the GPU's memory for vLLM (default in a run on one GPU: what the trainer leaves, `grpo docs memory`)."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
-    """Threads for computation on a CPU (null: 1)."""
+    """Threads on a CPU (null: 1)."""
     reasoning_parser: str | None = None
-    """vLLM's parser for reasoning content in chat answers."""
+    """vLLM's parser for reasoning in chat answers."""
     enable_auto_tool_choice: bool = False
     """Chat answers may call tools; needs `tool_call_parser` in `vllm`."""
     rope_scaling: dict[str, Any] | None = None
     """Replaces the model's rope scaling."""
     vllm: dict[str, Any] = {}
-    """More arguments of vLLM's server, such as `max_num_seqs: 256`. On a CPU, `max_num_seqs` is 64,
-    `max_num_batched_tokens` 2048 and `kv_cache_memory_bytes` 128 MiB or what two of the longest sequences need.
-    `grpo docs servers` has those that are refused."""
+    """More arguments of vLLM's server, such as `max_num_seqs: 256`; defaults and those refused are in `grpo docs
+    servers`."""
 
     def conflicts(self) -> Conflicts:
         for name in sorted(self.vllm.keys() & VLLM_REFUSED.keys()):
@@ -110,35 +107,33 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     model: str
     """Base model: a local folder or a Hugging Face id."""
     chat_template_kwargs: TemplateArguments = {}
-    """Arguments of the model's chat template for chat requests, which may give others; rollouts come as tokens."""
+    """Arguments of the chat template for chat requests, which may override them."""
     api_key_var: str = "VLLM_API_KEY"
-    """Name of the environment variable that holds the API key; if it is set, every route but /health asks for it."""
+    """Environment variable with the API key; if it is set, every route but /health asks for it."""
     enable_lora: bool = True
-    """Policy versions are LoRA adapters, several at once. false: versions (`merged` or `full`) replace the model's
-    weights, one at a time."""
+    """Policy versions are LoRA adapters, several at once. false: versions (`merged` or `full`) replace the weights, one
+    at a time."""
     max_lora_rank: Annotated[PositiveInt | None, OnlyWith("enable_lora")] = None
-    """Highest LoRA rank that can be served (null: 16), rounded up to one that vLLM knows."""
+    """Highest LoRA rank (null: 16), rounded up to one that vLLM knows."""
     max_loras: Annotated[int, Field(ge=2), OnlyWith("enable_lora")] = 10
-    """Number of policy versions that can be served at once; with `norm_noise` each counts twice. Left open in a run:
-    `max_off_policy_steps` + 2 for each adapter, as many as can be in use."""
+    """Policy versions served at once; with `norm_noise` each counts twice (default in a run: `max_off_policy_steps` + 2
+    for each adapter)."""
     max_cpu_loras: Annotated[PositiveInt, OnlyWith("enable_lora")] = 100
-    """Number of policy versions that are kept in main memory; with `norm_noise` each counts twice."""
+    """Policy versions kept in main memory."""
     norm_noise: Annotated[bool, OnlyWith("enable_lora")] = False
-    """Policy versions are also served with noise on their norm weights (the trainer's `noise_scheduler.enabled`)."""
+    """Also serves versions with noise on their norm weights (the trainer's `noise_scheduler.enabled`)."""
     base_quantization: Annotated[Quantization | None, OnlyWith("enable_lora")] = None
-    """The base has the quantized values of a trainer with `qlora_bnb` (nf4), `qlora_fp8` or `qlora_fp4` (nvfp4); see
-    `grpo docs quantization`."""
+    """The trainer's quantization of the base, `qlora_bnb` being nf4 (`grpo docs quantization`)."""
     weight_broadcast_type: Literal["filesystem", "http", "nccl"] = "filesystem"
-    """How policy versions arrive; must equal the trainer's `weight_broadcast.type`."""
+    """As the trainer's `weight_broadcast.type`."""
     weight_broadcast_url: Annotated[str | None, OnlyWith("weight_broadcast_type", "http")] = None
-    """Where the orchestrator serves versions, such as `http://10.0.0.5:5556`; copies are kept below `output_dir`."""
+    """Where the orchestrator serves versions, such as `http://10.0.0.5:5556`."""
     weight_broadcast_key_var: Annotated[str, OnlyWith("weight_broadcast_type", "http")] = "GRPO_TRANSPORT_KEY"
-    """Name of the environment variable that holds the key of both ends (if unset, the key in `output_dir`)."""
+    """Environment variable with the key (if unset, that in `output_dir`)."""
     canary_tolerance: float | None = Field(default=None, gt=0, le=1)
-    """Allowed difference between the trainer's and this server's log-probabilities of the canary, in nats (null: as
-    `grpo docs versions` says, such as 1e-4 at most in float32 on a CPU, 0.05 on average in bfloat16)."""
+    """Allowed difference of the canary from the trainer's, in nats (null: as in `grpo docs versions`)."""
     canary_timeout_s: Seconds = 120.0
-    """Seconds that loading and proving a policy version may take, and falling asleep or waking in `sleep_mode`."""
+    """Seconds that loading and proving a version, falling asleep or waking may take."""
 
     def conflicts(self) -> Conflicts:
         yield from super().conflicts()
@@ -166,6 +161,6 @@ class TeacherServerSettings(_ServerSettings):
     env_prefix: ClassVar[str] = "GRPO_TEACHER_"
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute (where it is left open: as the policy's server)."""
+    """Where to compute (default: as the policy's server)."""
     seed: Seed = 42
     """Seed of the engine's sampler."""

@@ -32,20 +32,19 @@ class SdpoSettings(Section):
     """Self-distillation: the policy without a hint learns from itself with the hint."""
 
     beta: Share = 0.5
-    """The teacher's share in the generalized Jensen-Shannon divergence; 0 is KL(teacher ‖ student), 1 the reverse.
-    Close to 0 or 1, but not at them, the divergence is small."""
+    """The teacher's share in the generalized Jensen-Shannon divergence; 0 is KL(teacher ‖ student), 1 the reverse."""
     temperature: Temperature = 1.0
-    """Both distributions are softened by this temperature before they are compared."""
+    """Softens both distributions before they are compared."""
     token_clip: PositiveFloat | None = 10.0
-    """Upper bound, in nats, of what one vocabulary entry adds to a position's divergence (null: none)."""
+    """Most that a vocabulary entry adds to a position's divergence, in nats (null: no limit)."""
     clip_by: Annotated[Literal["entry", "position"], OnlyWith("token_clip")] = "entry"
-    """What `token_clip` bounds: each vocabulary entry's term, or each position's divergence."""
+    """What `token_clip` bounds: each entry's term or each position's divergence."""
     teacher: Literal["current", "ema"] = "current"
-    """The model that gets the hint: the current policy, or the moving average of its trained weights."""
+    """The model that gets the hint: the policy, or the moving average of its weights."""
     ema_decay: Annotated[float, Field(gt=0, lt=1), OnlyWith("teacher", "ema")] = 0.99
-    """The moving average keeps this share of itself at each step."""
+    """Share of itself that the moving average keeps at each step."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the weight `alpha_sdpo` rises linearly from 0."""
+    """Steps over which `alpha_sdpo` rises linearly from 0."""
     decay_steps: PositiveInt | None = None
     """Steps over which it then falls linearly to 0 (null: it stays)."""
 
@@ -54,12 +53,12 @@ class DpoSettings(Section):
     """Direct preference optimization, or regression of the teachers' scores, on preference pairs."""
 
     objective: Literal["preference", "regression"] = "preference"
-    """`preference`: the log-likelihood of the preference (DPO). `regression`: the squared difference of the margin and
-    the pair's difference of scores, which are shares of teachers (REBEL)."""
+    """`preference`: DPO. `regression`: the squared difference between the margin and that of the teachers' shares
+    (REBEL)."""
     beta: float = Field(default=0.1, gt=0, le=1e3)
     """Scale of the policy's preference against the reference's."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the weight `beta_replay` rises linearly from 0."""
+    """Steps over which `beta_replay` rises linearly from 0."""
     decay_steps: PositiveInt | None = None
     """Steps over which it then falls linearly to 0 (null: it stays)."""
 
@@ -68,19 +67,18 @@ class LossSettings(Section):
     """The objective: policy gradient + alpha_sdpo · self-distillation + beta_replay · preferences."""
 
     name: LossName = "aipo"
-    """The policy loss, which sets the keys from `ratio_type` to `sequence_mask_high` unless you give them; see
-    `grpo docs losses`."""
+    """The policy loss (`grpo docs losses`). Sets the keys from `ratio_type` to `sequence_mask_high` that you leave
+    open."""
     import_path: str | None = None
-    """A policy loss of your own, as `my_loss.py:loss` (null: none); `grpo docs losses` has an example."""
+    """Your own policy loss, as `my_loss.py:loss` (`grpo docs losses`; null: none)."""
     ratio_type: Literal["token", "sequence", "geometric", "none"] = "token"
-    """The importance ratio: each token's, the product over its sequence, their geometric mean, or 1."""
+    """The importance ratio: per token, the product or geometric mean over the sequence, or 1."""
     importance: Literal["mask", "clip", "ppo", "none"] = "mask"
-    """How the bounds `token_mask_*` are used. `mask`: tokens with a ratio outside are masked. `clip`: ratios are
-    lowered to `token_mask_high`, as in the AIPO paper. `ppo`: tokens whose ratio has passed a bound in the direction of
-    their advantage learn no more. `none`: not at all. Masks of whole sequences apply besides."""
+    """How `token_mask_*` bound the ratio. `mask`: tokens outside are masked. `clip`: ratios are lowered to
+    `token_mask_high`. `ppo`: tokens past a bound in the direction of their advantage learn no more. `none`: not at
+    all."""
     normaliser: Literal["token", "sequence", "constant"] = "token"
-    """Each token counts the same, each sequence counts the same, or a sequence counts by its length over
-    `constant_tokens`."""
+    """Each token counts the same, each sequence does, or a sequence by its length over `constant_tokens`."""
     constant_tokens: Annotated[PositiveInt, OnlyWith("normaliser", "constant")] = 1024
     """Length at which a sequence counts fully; use the longest answer."""
     kl_tau: Weight = 0.0
@@ -88,39 +86,35 @@ class LossSettings(Section):
     adv_tau: Weight = 1.0
     """Weight of the advantage."""
     teacher_tau: Weight = 0.0
-    """Weight of the teacher's log-probability minus the trainer's (on-policy distillation, or the KL to a reference).
-    Needs a teacher."""
+    """Weight of the teacher's log-probability minus the trainer's (distillation, or the KL to a reference)."""
     teacher_kl: Annotated[Literal["k1", "k3"], OnlyWith("teacher_tau")] = "k1"
-    """Estimate of the KL to the teacher: `k1` in the reward (the gradient of k2 in the loss), or `k3` in the loss, as
-    in GRPO's paper."""
+    """Estimate of the KL to the teacher: `k1` in the reward, or `k3` in the loss as in GRPO's paper."""
     entropy_tau: Weight = 0.0
-    """Weight of the policy's entropy in nats per token; above 0 it keeps the policy from becoming certain too early."""
+    """Weight of the policy's entropy in nats per token, against early certainty."""
     entropy_tau_end: Annotated[float, Field(gt=0, le=1e3), OnlyWith("entropy_decay_steps")] = 1e-3
-    """The weight that `entropy_tau` falls to."""
+    """The weight to which `entropy_tau` falls."""
     entropy_decay_steps: Annotated[PositiveInt | None, OnlyWith("entropy_tau")] = None
-    """Steps over which `entropy_tau` falls geometrically to `entropy_tau_end` (null: it stays). Self-play needs it to
-    reach an equilibrium (Sokota et al. 2022, arXiv:2206.05825)."""
+    """Steps over which `entropy_tau` falls geometrically to `entropy_tau_end` (null: it stays)."""
     token_mask_low: Annotated[NonNegativeFloat, OnlyWith("importance", "mask", "ppo")] = 0.125
-    """Lower bound of the importance ratio; see `importance`."""
+    """Lower bound of the importance ratio."""
     token_mask_high: Annotated[PositiveFloat, OnlyWith("importance", "mask", "clip", "ppo")] = 8.0
     """Upper bound of the importance ratio."""
     geo_mask_low: NonNegativeFloat = 0.1
-    """Sequences with a smaller geometric mean of the ratios are masked."""
+    """Masks sequences with a smaller geometric mean of the ratios."""
     geo_mask_high: PositiveFloat | None = 10.0
-    """Sequences with a larger geometric mean of the ratios are masked (null: none)."""
+    """Masks sequences with a larger geometric mean of the ratios (null: none)."""
     sequence_mask_low: NonNegativeFloat = 0.0
-    """Sequences in which a token has a smaller ratio are masked."""
+    """Masks sequences with a token of a smaller ratio."""
     sequence_mask_high: PositiveFloat | None = 100.0
-    """Sequences in which a token has a larger ratio are masked (null: none)."""
+    """Masks sequences with a token of a larger ratio (null: none)."""
     sequence_clip_high: Annotated[PositiveFloat, OnlyWith("ratio_type", "sequence")] = 10.0
-    """Upper bound of the importance ratio of a sequence."""
+    """Upper bound of a sequence's ratio."""
     silent_share: Annotated[float, Field(gt=0, le=1)] = 0.125
-    """Share of the samples that teach nothing, such as those of groups with equal rewards, that are computed anyway,
-    for metrics and traces."""
+    """Share of samples without signal (equal rewards) that is computed anyway, for metrics and traces."""
     alpha_sdpo: Weight = 0.0
-    """Weight of self-distillation from hints (SDPO); 0 switches it off."""
+    """Weight of self-distillation from hints (SDPO; 0: off)."""
     beta_replay: Weight = 0.0
-    """Weight of the preference loss on pairs from teachers (DPO); 0 switches it off."""
+    """Weight of the preference loss on pairs from teachers (DPO; 0: off)."""
     sdpo: Annotated[SdpoSettings, OnlyWith("alpha_sdpo")] = SdpoSettings()
     """Self-distillation from hints."""
     dpo: Annotated[DpoSettings, OnlyWith("beta_replay")] = DpoSettings()

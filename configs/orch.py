@@ -44,30 +44,28 @@ class ModelSettings(Section):
     """The policy as the orchestrator must know it; compared with what server and trainer report."""
 
     name: str
-    """Base model: a local folder or a Hugging Face id. Its tokenizer is used."""
+    """Base model: a local folder or a Hugging Face id."""
     chat_template_kwargs: TemplateArguments = {}
-    """Arguments of the model's chat template, such as `{enable_thinking: false}`, for rollouts, evaluation, judges and
-    hints. Unused ones are refused."""
+    """Arguments of the chat template, such as `{enable_thinking: false}`. Unused ones are refused."""
     lora_adapter: str = Field(default="default", pattern=r"^[A-Za-z0-9._-]+$")
-    """Name under which chat users get the newest policy version."""
+    """Name of the newest policy version for chat users."""
     lora_rank: PositiveInt = 16
-    """Rank of the LoRA adapter, as the trainer's `lora_rank`."""
+    """As the trainer's `lora_rank`."""
     lora_alpha: PositiveInt = 32
-    """LoRA alpha, as the trainer's `lora_alpha`."""
+    """As the trainer's `lora_alpha`."""
     lora_adapters: Listed[AdapterName] = ()
-    """Names of several adapters, as the trainer's `lora_adapters` (empty: one for all). Chat users get all but the
-    first as `lora_adapter`-NAME."""
+    """As the trainer's `lora_adapters`. Chat users get all but the first as `lora_adapter`-NAME."""
 
 
 class ResumeSettings(CheckpointSettings):
     """Checkpoints, as the trainer has them, and what the orchestrator takes up when a run goes on."""
 
     wait_for_weights_timeout: Seconds | None = None
-    """Seconds to wait for the version with which a run continues (null: `wait_timeout_s`)."""
+    """Seconds to wait for the version that a run continues with (null: `wait_timeout_s`)."""
     skip_progress: bool = False
     """The summary's totals restart; steps continue."""
     skip_buffer: bool = False
-    """The order of examples restarts; what was easy, hard or in flight is forgotten."""
+    """The order of examples restarts; which were easy, hard or in flight is forgotten."""
 
 
 class OrchSettings(ProcessSettings, Shared):
@@ -82,19 +80,19 @@ class OrchSettings(ProcessSettings, Shared):
     env: Environments = ()
     """Environments to train on; an id alone stands for one."""
     arena: str | None = None
-    """A schedule of your own, derived from `grpo.Arena`: `file.py:Class` or `module:Class` (null: examples of `env` are
-    sampled)."""
+    """A schedule of your own, derived from `grpo.Arena`: `file.py:Class` or `module:Class` (null: examples of
+    `env`)."""
     resume: Literal["auto", "never"] = "auto"
     """Whether a run in `output_dir` that an orchestrator has worked in goes on (`auto`) or is refused (`never`)."""
     resume_with_changed_code: bool = False
-    """A run continues although files that its settings name (environments, rewards, advantages, filters, data) have
-    changed. false: refuse."""
+    """Continues although files that the settings name (environments, rewards, filters, data) have changed. false:
+    refuse."""
     run_id: str | None = None
     """Id of the run to join, set by the launcher (null: the one in `output_dir`)."""
     batch_size: PositiveInt = 128
-    """Number of rollouts that one step trains on."""
+    """Rollouts in a step."""
     rollouts_per_example: PositiveInt = 8
-    """Number of rollouts of each prompt (a group); their mean reward is the baseline."""
+    """Rollouts of each prompt (a group); their mean reward is the baseline."""
     seq_len: PositiveInt = 2048
     """Longest sample in tokens, as the trainer's `sequence_len`."""
     micro_batch_tokens: PositiveInt | None = None
@@ -102,18 +100,16 @@ class OrchSettings(ProcessSettings, Shared):
     max_steps: PositiveInt | None = None
     """Number of training steps (null: until stopped)."""
     max_async_level: NonNegativeInt = 1
-    """Number of steps that sampling may run ahead of the newest policy version; 0 is strictly on-policy."""
+    """Steps that sampling may run ahead of the newest version; 0 is strictly on-policy."""
     max_off_policy_steps: NonNegativeInt = 8
-    """Largest version lag of a rollout when its batch ships; sampling is paced so that none exceeds it."""
+    """Largest version lag of a rollout when its batch ships; sampling is paced accordingly."""
     inflight_weight_updates: bool = False
-    """Answers in progress continue under a new policy version when it becomes live. A rollout's lag is that of its
-    oldest token."""
+    """Answers in progress continue under a new version. A rollout's lag is that of its oldest token."""
     oversampling_factor: float = Field(default=1.0, ge=1, le=100)
-    """Samples this many times the groups that the next batches need, so that no batch waits for slow ones, which ship
-    later."""
+    """Samples this many times the groups that the next batches need, so none waits for slow ones."""
     max_opponents: NonNegativeInt = 0
-    """Number of earlier versions that the games of one version may meet, in environments with pools of opponents.
-    `grpo` multiplies the servers' `max_loras` by 1 + `max_opponents`."""
+    """Earlier versions that one version's games may meet. `grpo` multiplies the servers' `max_loras` by 1 +
+    `max_opponents`."""
     sampling: SamplingSettings = SamplingSettings()
     """How rollouts are sampled."""
     buffer: BufferSettings = BufferSettings()
@@ -125,7 +121,7 @@ class OrchSettings(ProcessSettings, Shared):
     filters: tuple[FilterSettings, ...] = ()
     """Filters of degenerate rollouts."""
     teacher_model: TeacherSettings | None = None
-    """Teacher of on-policy distillation; needed with the trainer's `loss.teacher_tau` above 0 (null: none)."""
+    """Teacher of on-policy distillation; needed with `loss.teacher_tau` above 0 (null: none)."""
     hints: HintSettings = HintSettings()
     """Hints for errors, with the trainer's `loss.alpha_sdpo` above 0."""
     preferences: PreferenceSettings = PreferenceSettings()
@@ -141,14 +137,14 @@ class OrchSettings(ProcessSettings, Shared):
     report_to: ReportSettings | None = None
     """Reports to Weights & Biases or TensorBoard (null: nothing leaves the machine)."""
     max_concurrent_groups: PositiveInt | None = None
-    """Number of groups in flight at once (null: as many as a batch holds, times `oversampling_factor`)."""
+    """Groups in flight at once (null: a batch's, times `oversampling_factor`)."""
     reward_timeout_s: Seconds = 30.0
-    """Seconds that an environment may take for one prompt or reward; then the rollout is dropped and counted."""
+    """Seconds that an environment may take for a prompt or reward; then the rollout is dropped."""
     max_env_failure_rate: Share = 0.5
-    """The run stops if more than this share of an environment's last `batch_size` rollouts failed. It also stops if a
-    whole evaluation fails, or `batch_size` rollouts (at least 32) in a row."""
+    """The run stops if a larger share of an environment's last `batch_size` rollouts failed, or a whole evaluation, or
+    `batch_size` rollouts (at least 32) in a row."""
     wait_timeout_s: Seconds = 1200.0
-    """Seconds to wait for the trainer's next version before giving up."""
+    """Seconds to wait for the trainer's next version."""
     rollout_transport: Transport = FilesystemTransport()
     """How batches leave, as the trainer's `rollout_transport`."""
     weight_broadcast: Broadcast = FilesystemBroadcast()

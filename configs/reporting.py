@@ -11,11 +11,11 @@ class TraceSettings(Section):
     """Which rollouts are kept token by token, in `traces/`, for `grpo view` and for analysis."""
 
     every: PositiveInt | None = 1
-    """Steps between two traces; the first step and all evaluations are kept too (null: no traces)."""
+    """Steps between traces; the first step and evaluations are always traced (null: no traces)."""
     keep_last: Annotated[PositiveInt | None, OnlyWith("every")] = None
-    """Number of newest steps whose traces stay (null: as many as `max_bytes` allows)."""
+    """Newest steps whose traces stay (null: as many as `max_bytes` allows)."""
     max_bytes: Annotated[PositiveInt, OnlyWith("every")] = 4_000_000_000
-    """Total size of the steps' traces in bytes; the oldest are removed."""
+    """Size of all steps' traces in bytes; the oldest are removed."""
 
 
 TrackerName = Literal["wandb", "tensorboard", "otlp", "prometheus"]
@@ -33,24 +33,24 @@ class ReportSettings(Section):
     demand answers and distributions. Without it nothing leaves the machine."""
 
     to: Annotated[Listed[TrackerName], Field(min_length=1)] = ("wandb",)
-    """Trackers: wandb (Weights & Biases) and tensorboard, extras of the same names; otlp (OpenTelemetry, to
-    `OTEL_EXPORTER_OTLP_ENDPOINT`) and prometheus (GET /metrics), both in the extra telemetry."""
+    """Trackers (extras wandb, tensorboard, telemetry). otlp is OpenTelemetry, to `OTEL_EXPORTER_OTLP_ENDPOINT`;
+    prometheus answers GET /metrics."""
     project: str = Field(default="grpo", min_length=1)
-    """Project that the run belongs to."""
+    """The tracker's project."""
     name: str | None = Field(default=None, min_length=1)
     """Name of the run (null: that of the run's folder)."""
     offline: Annotated[bool, OnlyWith("to", "wandb")] = False
-    """W&B writes to the run's folder only, for a later `wandb sync`; needs no network and no key."""
+    """W&B writes to the run's folder only, for a later `wandb sync`."""
     prometheus_host: Annotated[str, OnlyWith("to", "prometheus"), Field(min_length=1)] = "127.0.0.1"
-    """Address on which the orchestrator answers Prometheus, without a key."""
+    """Address for Prometheus, without a key."""
     prometheus_port: Annotated[int, OnlyWith("to", "prometheus"), Field(ge=1, le=65535)] = 9464
-    """Port of `prometheus_host`."""
+    """Port for Prometheus."""
     samples: PositiveInt | None = None
-    """Number of rollouts that are reported with prompt, answer and reward (null: none)."""
+    """Number of rollouts to report with prompt, answer and reward (null: none)."""
     distributions: bool | None = None
-    """Histograms of rewards, advantages and lengths are reported (null: none)."""
+    """Reports histograms of rewards, advantages and lengths (null: none)."""
     interval: PositiveInt = 10
-    """Steps between two reports of samples and distributions. Metrics are reported at every step."""
+    """Steps between reports of samples and distributions."""
 
     @model_validator(mode="before")
     @classmethod

@@ -12,11 +12,11 @@ class TempSchedulerSettings(Section):
     """A temperature that changes with the policy version that samples."""
 
     type: Literal["linear", "cosine"]
-    """Shape of the change: `linear` or `cosine`."""
+    """Shape of the change."""
     start_temperature: Temperature
     """Temperature of version 0."""
     end_temperature: Temperature
-    """Temperature of version `max_steps` - 1, the last that is sampled from."""
+    """Temperature of the last version sampled from, `max_steps` - 1."""
 
     def conflicts(self) -> Conflicts:
         if self.start_temperature == self.end_temperature:
@@ -30,15 +30,15 @@ class SamplingSettings(Section):
     max_tokens: PositiveInt | None = None
     """Longest answer in tokens (null: what `seq_len` and the model leave)."""
     temperature: Temperature = 1.0
-    """Sampling temperature; the trainer divides its logits by the same number."""
+    """Sampling temperature."""
     temp_scheduler: TempSchedulerSettings | None = None
     """A temperature for each policy version, instead of `temperature` (null: that)."""
     seed: Seed | None = None
-    """Seed of requests, mixed with group and rollout number (null: the server's own randomness)."""
+    """Seed of requests, mixed with group and rollout number (null: the server's randomness)."""
     min_tokens: Annotated[int, only(0, _NOT_FOLLOWED)] = 0
-    """Only 0: a minimum would change the distribution in a way that the trainer cannot follow."""
+    """Only 0: the trainer cannot follow a minimum."""
     repetition_penalty: Annotated[float, only(1.0, _NOT_FOLLOWED)] = 1.0
-    """Only 1: a penalty would change the distribution in a way that the trainer cannot follow."""
+    """Only 1: the trainer cannot follow a penalty."""
 
     def conflicts(self) -> Conflicts:
         if self.temp_scheduler is not None and "temperature" in self.changed:
@@ -53,23 +53,22 @@ class BufferSettings(Section):
     env_ratios: Listed[NonNegativeFloat] | None = None
     """Relative frequency of each environment, in the order of `env` (null: equal)."""
     hash_keys: Listed[str] = Field(default=("task", "prompt"), min_length=1)
-    """Fields that identify an example; the second of two that agree in them is skipped and counted. `task` is the
-    environment's name, unless the example has its own."""
+    """Fields that identify an example; later ones that agree in them are skipped. `task` is the environment's name,
+    unless the example has its own."""
     max_prompt_length: PositiveInt | None = None
-    """Longest training prompt in tokens; longer ones are skipped and counted as `prompt_too_long` (null: those without
-    room for an answer are)."""
+    """Longest training prompt in tokens; longer ones are skipped (null: those without room for an answer)."""
     online_difficulty_filtering: bool = False
-    """Groups with equal rewards are replaced by others, at most 8 per group with spread (DAPO's dynamic sampling)."""
+    """Replaces groups with equal rewards, at most 8 per group with spread (DAPO's dynamic sampling)."""
     easy_threshold: FiniteFloat | None = None
-    """An example whose group's mean reward reaches this is easy and not asked again (null: none)."""
+    """Examples whose group's mean reward reaches this are not asked again (null: none)."""
     hard_threshold: FiniteFloat | None = None
-    """An example whose group's mean reward is at most this is hard and not asked again (null: none)."""
+    """Examples whose group's mean reward is at most this are not asked again (null: none)."""
     easy_fraction: Annotated[Share, OnlyWith("easy_threshold")] = 0.0
-    """Share of the easy examples that are asked again after a restart."""
+    """Share of easy examples that are asked again after a restart."""
     hard_fraction: Annotated[Share, OnlyWith("hard_threshold")] = 0.0
-    """Share of the hard examples that are asked again after a restart."""
+    """Share of hard examples that are asked again after a restart."""
     skip_verification: bool = False
-    """Training rollouts are not scored, and rewards are 0, for learning from a teacher alone."""
+    """Training rollouts are not scored (reward 0), for learning from a teacher alone."""
 
     def conflicts(self) -> Conflicts:
         easy, hard = self.easy_threshold, self.hard_threshold
@@ -94,12 +93,11 @@ class DefaultAdvantage(_Signed):
 
     type: Literal["default"] = "default"
     length_weighted_mean: bool = False
-    """The mean is weighted by tokens, so that the advantages of tokens sum to 0, not those of rollouts."""
+    """Weights the mean by tokens; then the tokens' advantages sum to 0."""
 
 
 class ComparedAdvantage(_Signed):
-    """`normalized`: the reward minus the group's mean, divided by its standard deviation. `leave_one_out`: the reward
-    minus the mean of the others'."""
+    """The same, divided by the standard deviation, or minus the others' mean."""
 
     type: Literal["normalized", "leave_one_out"]
 
@@ -113,19 +111,19 @@ class ConstantAdvantage(Section):
 
 
 class RunningBaseline(Section):
-    """The reward minus a running mean of the environment's rewards (REINFORCE with a baseline), without groups."""
+    """The reward minus a running mean of the environment's rewards."""
 
     type: Literal["running_baseline"]
     decay: float = Field(default=0.9, ge=0, lt=1)
-    """Share of the running mean that stays; the rest is the batch's mean."""
+    """Share of the running mean that stays at each batch."""
 
 
 class ReinforcePlusPlus(Section):
-    """The reward, normalised over all tokens of the batch (REINFORCE++)."""
+    """The reward, normalised over all tokens of the batch."""
 
     type: Literal["reinforce_plus_plus"]
     group_baseline: bool = False
-    """The group's mean is subtracted before (REINFORCE++-baseline)."""
+    """Subtracts the group's mean first (REINFORCE++-baseline)."""
 
 
 BATCH_ADVANTAGES = ("running_baseline", "reinforce_plus_plus")
@@ -139,8 +137,7 @@ class EpisodicAdvantage(Section):
 
 
 class CustomAdvantage(_Signed):
-    """The result of a function of two lists, a group's rewards and numbers of sampled tokens, which returns as many
-    advantages."""
+    """A function of two lists, a group's rewards and numbers of sampled tokens."""
 
     type: Literal["custom"]
     import_path: str
@@ -150,8 +147,7 @@ class CustomAdvantage(_Signed):
 
 
 class CustomCredit(Section):
-    """The result of a subclass of `CreditAssigner`, or of a function of a list of `EpisodeResult`
-    (`grpo docs environments`)."""
+    """A `CreditAssigner`, or a function of a list of `EpisodeResult` (`grpo docs environments`)."""
 
     type: Literal["custom_credit"]
     import_path: str
@@ -186,28 +182,27 @@ class RewardShapingSettings(Section):
     """What is taken off rewards before advantages are made of them. Rewards in metrics and traces are not changed."""
 
     overlong_interval: PositiveInt | None = None
-    """DAPO's soft overlong punishment: an answer loses up to 1 over the last so many tokens before
-    `sampling.max_tokens` (null: off)."""
+    """DAPO's soft overlong punishment: up to 1 is subtracted over this many last tokens before `sampling.max_tokens`
+    (null: off)."""
     reference_kl: NonNegativeFloat = 0.0
-    """Weight of the KL to the model before training, summed over a rollout's tokens and subtracted from its reward."""
+    """Weight of the KL to the model before training, subtracted from a rollout's reward."""
     reference_kl_estimator: Annotated[Literal["k1", "k2", "k3"], OnlyWith("reference_kl")] = "k1"
-    """Estimate of the KL of a token, with d = log π - log π_ref: `k1` d, `k2` d² / 2, `k3` exp(-d) - 1 + d."""
+    """Estimate of a token's KL; formulas in `grpo docs advantages`."""
 
 
 class _Filter(Section):
     enforce: bool = False
-    """Rollouts with a find are kept out of the loss; their rewards still count in the group's mean. false: finds are
-    only counted."""
+    """Keeps found rollouts out of the loss; their rewards still count in the group's mean. false: only counts them."""
 
 
 class GibberishFilter(_Filter):
-    """Finds a rare token that was sampled although improbable."""
+    """Finds a rare token that was improbable."""
 
     type: Literal["gibberish"]
     token_id_threshold: NonNegativeInt = 100_000
-    """Tokens with a higher id are rare."""
+    """Token ids above this are rare."""
     logprob_offset: NonNegativeFloat = 2.0
-    """A token is improbable if its log-probability is this many nats below -log(size of the vocabulary)."""
+    """Nats below -log(vocabulary size) from which a token is improbable."""
 
 
 class RepetitionFilter(_Filter):
@@ -217,11 +212,11 @@ class RepetitionFilter(_Filter):
     window: PositiveInt = 3000
     """Length of the run in tokens."""
     prob_threshold: float = Field(default=0.99, gt=0, lt=1)
-    """A token is nearly certain if its probability is above this."""
+    """Probability above which a token is nearly certain."""
 
 
 class CustomFilter(_Filter):
-    """Finds what a function of two lists, an answer's token ids and log-probabilities, says."""
+    """A function of an answer's token ids and log-probabilities."""
 
     type: Literal["custom"]
     import_path: str

@@ -50,23 +50,23 @@ class RunSettings(SharedSettings):
     resume_step: int | None = Field(default=None, ge=-1)
     """Go back to the checkpoint of this step (-1: the newest; null: as `resume` says)."""
     output_dir: str = Field(default="outputs", pattern=r"^[^\x00]*\S[^\x00]*$")
-    """The run's folder, relative to the current directory (left out: a folder in `outputs`, named after that of
-    run.yaml or, without a file, after environment and model)."""
+    """The run's folder, relative to the current directory (default: below `outputs`, named after run.yaml's folder, or
+    environment and model)."""
     max_steps: PositiveInt | None = MAX_STEPS
-    """Number of training steps (null: until stopped)."""
+    """Training steps (null: until stopped)."""
     max_tokens: PositiveInt | None = None
-    """Longest answer in tokens (`orch.sampling.max_tokens`). Lengths that are defaults or a preset's grow with it."""
+    """Longest answer in tokens (`orch.sampling.max_tokens`). Default lengths, and a preset's, grow with it."""
     env: Environments = ()
     """Environments to train on, as `orch.env`; on the command line `--env FILE:CLASS`, for each one."""
     chat_template_kwargs: TemplateArguments = {}
-    """Arguments of the model's chat template, such as `{enable_thinking: false}`, in training, evaluation and chat
-    (`grpo docs models`); null removes one that a preset sets."""
+    """Arguments of the chat template, such as `{enable_thinking: false}`, everywhere (`grpo docs models`); null removes
+    one of a preset."""
     api_key_var: str = "VLLM_API_KEY"
-    """Name of the environment variable that holds the inference server's API key."""
+    """Environment variable with the inference server's API key."""
     restarts: NonNegativeInt = 3
-    """Number of times that `grpo` restarts a program that ended by itself."""
+    """Times that `grpo` restarts a program that ended by itself."""
     infer_replicas: PositiveInt = 1
-    """Number of servers that `grpo` starts on this machine (`grpo launch` uses `topology`)."""
+    """Servers that `grpo` starts on this machine (`grpo launch` uses `topology`)."""
     topology: Topology = Topology()
     """What runs where on a cluster, for `grpo launch`."""
     train: TrainSettings

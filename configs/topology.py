@@ -15,7 +15,7 @@ class Machine(Section):
     cpus: PositiveInt | None = None
     """CPU cores of each process (null: the cluster's default)."""
     memory_gb: PositiveFloat | None = None
-    """Main memory of each process in GB (null: the cluster's default)."""
+    """Memory of each process in GB (null: the cluster's default)."""
 
 
 class InferTopology(Machine):
@@ -24,7 +24,7 @@ class InferTopology(Machine):
     replicas: PositiveInt = 1
     """Number of servers."""
     gpus: NonNegativeInt | None = None
-    """GPUs of each (null: `tp` · `dp` of the server, none with `device: cpu`)."""
+    """GPUs of each (null: `tp` · `dp`, none with `device: cpu`)."""
 
 
 class TrainTopology(Machine):
@@ -33,9 +33,9 @@ class TrainTopology(Machine):
     nodes: PositiveInt = 1
     """Number of machines."""
     min_nodes: PositiveInt | None = None
-    """Number of machines with which it continues if others are lost (null: all)."""
+    """Machines with which it continues if others are lost (null: all)."""
     gpus: NonNegativeInt | None = None
-    """GPUs, and ranks, of each machine (null: `gpus` of the trainer; no GPUs with `device: cpu`)."""
+    """GPUs, and ranks, of each machine (null: the trainer's `gpus`, none with `device: cpu`)."""
 
     def conflicts(self) -> Conflicts:
         if (self.min_nodes or 1) > self.nodes:
@@ -50,7 +50,7 @@ class EnvTopology(Machine):
     """Machines that run the environments (`grpo-env`), apart from the orchestrator's."""
 
     replicas: NonNegativeInt = 0
-    """Number of processes for each environment without an `address` (0: they run beside the orchestrator)."""
+    """Processes for each environment without `address` (0: beside the orchestrator)."""
 
 
 class Kueue(Section):
@@ -66,13 +66,12 @@ class Container(Section):
     """The container that programs run in on Slurm."""
 
     image: str | None = Field(default=None, pattern=r"^[^\s-]\S*$")
-    """For pyxis what enroot takes (`registry.example#team/grpo:gpu`, or a file .sqsh), for apptainer a file .sif or
+    """For pyxis what enroot takes (`registry.example#team/grpo:gpu`, a .sqsh file), for apptainer a .sif file or
     `docker://…` (null: no container)."""
     runtime: Annotated[Literal["pyxis", "apptainer"], OnlyWith("image")] = "pyxis"
-    """What starts containers: srun's plugin pyxis, or apptainer."""
+    """srun's plugin pyxis, or apptainer."""
     mounts: Annotated[Listed[str], OnlyWith("image")] = ()
-    """More folders that programs see, besides the run's folder, the working directory and that of run.yaml: PATH or
-    PATH:PATH_INSIDE."""
+    """More folders to mount, as PATH or PATH:PATH_INSIDE, besides the run's, run.yaml's and the working directory."""
 
 
 class Ssh(Section):
@@ -98,18 +97,17 @@ class Topology(Section):
     env: EnvTopology = EnvTopology()
     """The environments."""
     port: Port = 8000
-    """Port of the servers (on Slurm of the first; the others have the next ones)."""
+    """Port of the servers (on Slurm of the first; the others count up)."""
     rendezvous_port: Port = 29400
     """Port at which the trainer's machines meet."""
     env_port: Port = 7000
-    """Port of the first environment; the others have the next ones."""
+    """Port of the first environment; the others count up."""
     image: str = "grpo:gpu"
-    """Container image on Kubernetes and SkyPilot, built by `deploy/Dockerfile`, with an address that the cluster can
-    pull from."""
+    """Container image on Kubernetes and SkyPilot, made by `deploy/Dockerfile`."""
     storage_gb: PositiveInt = 100
-    """Size of the volume for the run's folder on Kubernetes."""
+    """Size of the run's volume on Kubernetes, in GB."""
     slurm: dict[str, str | int] = {}
-    """More options of sbatch, for all parts: `partition: gpu`, `time: "24:00:00"`, `account: lab`."""
+    """More options of sbatch: `partition: gpu`, `time: "24:00:00"`, `account: lab`."""
     container: Container = Container()
     """The container that programs run in on Slurm."""
     kueue: Kueue = Kueue()
@@ -117,8 +115,8 @@ class Topology(Section):
     ssh: Ssh = Ssh()
     """The machine of `grpo launch --on ssh:HOST`."""
     slurm_notice_s: PositiveInt = 120
-    """Seconds before the time limit at which Slurm signals the run, which then writes a checkpoint and is requeued."""
+    """Seconds before Slurm's time limit at which the run writes a checkpoint and is requeued."""
     sky: dict[str, str] = {}
-    """More resources for all SkyPilot tasks: `infra: aws`, `accelerators: H100`."""
+    """More resources of SkyPilot tasks: `infra: aws`, `accelerators: H100`."""
     secret: str = Field(default="grpo", min_length=1)
-    """Name of the Kubernetes secret that holds the keys (`VLLM_API_KEY`, `GRPO_ENV_KEY` …)."""
+    """Kubernetes secret with the keys (`VLLM_API_KEY`, `GRPO_ENV_KEY` …)."""

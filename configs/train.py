@@ -46,24 +46,24 @@ class NoiseSettings(Section):
     """QeRL's exploration: the servers sample with Gaussian noise on their norm weights (arXiv:2510.11696)."""
 
     enabled: bool = False
-    """Servers sample with noise. Gradients and evaluation always use the clean weights."""
+    """Servers sample with noise; gradients and evaluation use the clean weights."""
     sigma_start: Annotated[PositiveFloat, OnlyWith("enabled")] = 5e-2
-    """Standard deviation of the noise in the first stage that has any."""
+    """Standard deviation in the first stage with noise."""
     sigma_end: Annotated[PositiveFloat, OnlyWith("enabled")] = 5e-4
-    """Standard deviation in the last stage; it falls geometrically from the first."""
+    """Standard deviation in the last stage; it falls geometrically."""
     num_stages: Annotated[int, Field(ge=3), OnlyWith("enabled")] = 10
-    """Number of stages of equal length over `max_steps`; the first has no noise."""
+    """Stages of equal length over `max_steps`; the first has no noise."""
 
 
 class CheckpointSettings(Section):
     """What a run goes on from when its programs are started again."""
 
     interval: PositiveInt | None = 10
-    """Steps between two checkpoints (null: none; a restarted run begins again, and no batch is ever removed)."""
+    """Steps between checkpoints (null: none; a restarted run begins again)."""
     keep_last: Annotated[PositiveInt | None, OnlyWith("interval")] = 2
-    """Number of newest checkpoints that are kept (null: all)."""
+    """Newest checkpoints that are kept (null: all)."""
     keep_interval: Annotated[PositiveInt | None, OnlyWith("keep_last")] = None
-    """Older checkpoints of steps that this divides are kept too (null: none)."""
+    """Older checkpoints of multiples of this step are kept too (null: none)."""
     resume_step: int | None = Field(default=None, ge=-1)
     """Go back to the checkpoint of this step (-1: the newest; null: as `resume` says)."""
 
@@ -76,26 +76,25 @@ class SharedSettings(OnDevice, Shared):
     resume: Literal["auto", "never"] = "auto"
     """Continue a run that is in `output_dir` (`auto`) or refuse (`never`)."""
     resume_with_changed_code: bool = False
-    """Continue although files that the settings name (environments, rewards, losses, data) have changed since the run
-    began; `run.json` and curves show where. false: refuse."""
+    """Continues although files that the settings name (environments, rewards, losses, data) have changed. false:
+    refuse."""
     overwrite_output_dir: bool = False
     """Remove an earlier run in `output_dir` first."""
     sequence_len: PositiveInt = 2048
-    """Longest sample in tokens, prompt and answers together (left open in a run: 8192 on a GPU, 2048 on a CPU, more for
-    a longer `max_tokens`, never more than the model reads)."""
+    """Longest sample in tokens, with its prompt (default in a run: 8192 on a GPU, 2048 on a CPU, more for a longer
+    `max_tokens`, at most the model's)."""
     micro_batch_tokens: PositiveInt | None = None
-    """Largest micro-batch in tokens; shared beginnings count once (null: `sequence_len`, on a GPU at least 16384)."""
+    """Largest micro-batch in tokens (null: `sequence_len`, on a GPU at least 16384)."""
     lora: bool = True
-    """Train a LoRA adapter. false: train all weights, and publish them whole (`weight_broadcast.format: full`)."""
+    """Train a LoRA adapter. false: train all weights, with `weight_broadcast.format: full`."""
     lora_rank: Annotated[PositiveInt, OnlyWith("lora")] = 16
     """Rank of the LoRA adapter."""
     lora_alpha: Annotated[PositiveInt, OnlyWith("lora")] = 32
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
     lora_target_modules: Annotated[Listed[LinearLayer], Field(min_length=1), OnlyWith("lora")] = (ALL_LINEAR,)
-    """Linear layers that get an adapter, by the model's own names (`q_proj,v_proj`). `all-linear`: all of the decoder's
-    layers."""
+    """Linear layers with an adapter, by the model's names (`q_proj,v_proj`). `all-linear`: all of the decoder's."""
     lora_adapters: Annotated[Listed[AdapterName], OnlyWith("lora")] = ()
-    """Names of several adapters, for roles that do not share one (empty: one adapter for all)."""
+    """Names of several adapters, for roles of their own (empty: one for all)."""
     rollout_transport: Transport = FilesystemTransport()
     """How batches travel from the orchestrator to the trainer."""
     weight_broadcast: Broadcast = FilesystemBroadcast()
@@ -116,61 +115,55 @@ class TrainSettings(ProcessSettings, SharedSettings):
     run_id: str | None = None
     """Id of the run to join, set by the launcher (null: the trainer makes one)."""
     gpus: PositiveInt = 1
-    """Number of data-parallel ranks on each machine: one process per GPU, or so many on a CPU."""
+    """Data-parallel ranks on each machine: one process per GPU, or so many on a CPU."""
     nodes: PositiveInt = 1
-    """Number of machines that train together; start `grpo-train` on each by the same command."""
+    """Machines that train together; start `grpo-train` on each by the same command."""
     min_nodes: Annotated[PositiveInt | None, OnlyWith("rendezvous")] = None
-    """Number of machines with which the trainer begins or continues if no more come soon (null: all)."""
+    """Machines with which it begins or continues if no more come (null: all)."""
     rendezvous: str | None = Field(default=None, pattern=r"^([^\s:\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}$")
-    """HOST:PORT where machines meet: one of them, and a free port there (null: one machine)."""
+    """HOST:PORT where machines meet: a free port on one of them (null: one machine)."""
     zero_level: int = Field(default=1, ge=1, le=3)
     """ZeRO level: ranks divide the optimizer's state (1), also gradients (2), also weights (3)."""
     offload: bool = False
-    """Keeps trained weights, gradients and optimizer state in main memory: less GPU memory, slower steps. For `lora:
-    false`."""
+    """Keeps weights, gradients and optimizer state in main memory: slower steps. For `lora: false`."""
     num_threads: Annotated[PositiveInt | None, OnlyWith("device", "auto", "cpu")] = None
-    """Threads of each rank on a CPU (null: all cores that affinity and cgroup quotas allow, divided among the
-    ranks)."""
+    """Threads of each rank on a CPU (null: allowed cores / ranks)."""
     recipe: Annotated[Literal["bf16", "fp32", "fp8_hybrid", "nvfp4"] | None, BeforeValidator(_underlined)] = None
-    """Type of the base weights and the computation (null: bf16 on a GPU, fp32 on a CPU). Trained weights are always
-    float32. `fp8_hybrid` and `nvfp4` multiply frozen weights in 8 or 4 bits in training, and are bf16 otherwise
-    (`grpo docs quantization`)."""
+    """Type of base weights and computation (null: bf16 on a GPU, fp32 on a CPU). `fp8_hybrid` and `nvfp4` multiply
+    frozen weights in 8 or 4 bits (`grpo docs quantization`)."""
     gradient_checkpointing: bool | Literal["selective"] | None = None
-    """Activations are computed again in the backward pass: less memory, a third more work. `selective`: all but
-    attention's. null: on a CPU false; on a GPU the first of false, selective and true that fits."""
+    """Computes activations again in the backward pass: less memory, a third more work. `selective`: all but
+    attention's. null: as memory needs on a GPU, false on a CPU."""
     compile: bool | None = None
-    """Compiles layers with `torch.compile`; the first steps take longer (null: on a GPU, if Triton can compile). On a
-    CPU it needs a C++ compiler."""
+    """Compiles layers with `torch.compile`; the first steps are slower (null: on a GPU, if Triton can)."""
     max_steps: int = Field(default=-1, ge=-1)
     """Number of optimizer steps (-1: until the orchestrator ends the run)."""
     max_async_level: NonNegativeInt | None = None
-    """The orchestrator's `max_async_level` (null: follow it)."""
+    """The orchestrator's (null: follow it)."""
     transport_type: Literal["filesystem", "zmq"] | None = None
     """Must equal `rollout_transport.type` (null: follow it)."""
     per_device_train_batch_size: Annotated[int, only(1, "samples are packed; set sequence_len instead")] = 1
-    """Number of packed micro-batches that one rank computes at a time."""
+    """Packed micro-batches that a rank computes at a time."""
     gradient_accumulation_steps: PositiveInt | None = None
-    """Number of micro-batches per optimizer step on each rank (null: all of a batch). A batch makes one version."""
+    """Micro-batches per optimizer step on each rank (null: all of a batch)."""
     ppo_epochs: PositiveInt = 1
-    """Number of passes over a batch before its version is published."""
+    """Passes over a batch before its version is published."""
     logging_steps: PositiveInt = 1
-    """Steps between two lines in the trainer's log. Metrics are written at every step."""
+    """Steps between lines in the trainer's log."""
     learning_rate: float = Field(default_factory=lambda data: 2e-5 if data["lora"] else 1e-6, gt=0, le=10)
-    """Peak learning rate. Left open, it is 1e-6 with `lora: false`."""
+    """Peak learning rate (default with `lora: false`: 1e-6)."""
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """Schedule of the learning rate after the warm-up. `linear` and `cosine` fall to 0 at `max_steps`; `wsd` (warm-up,
-    stable, decay) stays at the peak and falls to 0 over the last `decay_steps`."""
+    """Schedule after the warm-up. `linear` and `cosine` fall to 0 at `max_steps`, `wsd` over the last `decay_steps`."""
     little_signal: Share = 0.0
-    """If a smaller share than this of the batch's loss tokens can teach anything (has an advantage other than 0), the
-    step's learning rate is multiplied by sqrt(share / little_signal). 0 switches this off."""
+    """If a smaller share of the loss tokens can teach (advantage not 0), the step's learning rate is multiplied by
+    sqrt(share / little_signal)."""
     decay_steps: Annotated[PositiveInt | None, OnlyWith("lr_scheduler_type", "wsd")] = None
     """Steps over which `wsd` falls to 0 (null: a tenth of `max_steps`)."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the learning rate rises from 0 to its peak."""
+    """Steps over which the learning rate rises from 0."""
     optimizer: Optimizer = Field(default_factory=lambda data: "adamw" if data["lora"] else "adamw_8bit")
-    """Optimizer. Left open, it is `adamw_8bit` with `lora: false`. `adamw` has float32 state, `adamw_8bit` 8-bit state,
-    `adamw_8bit_paged` may page that out of a GPU; `muon` orthogonalizes the updates of matrices and leaves the rest to
-    AdamW."""
+    """`adamw_8bit` (default with `lora: false`) has 8-bit state, `adamw_8bit_paged` may page it out of a GPU; `muon`
+    orthogonalizes updates of matrices and leaves the rest to AdamW."""
     weight_decay: float = Field(default=0.01, ge=0, le=10)
     """Decoupled weight decay."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -184,14 +177,13 @@ class TrainSettings(ProcessSettings, SharedSettings):
     max_grad_norm: float = Field(default=1.0, gt=0, le=1e6)
     """Gradients with a larger norm are scaled down to this."""
     qlora_bnb: Annotated[bool, OnlyWith("lora")] = False
-    """Holds the base in bitsandbytes' NF4 with double quantization."""
+    """Holds the base in bitsandbytes' NF4."""
     qlora_fp8: Annotated[bool, OnlyWith("lora")] = False
-    """Holds the base in FP8 (E4M3) with a scale per 128 × 128 weights."""
+    """Holds the base in FP8 (E4M3)."""
     qlora_fp4: Annotated[bool, OnlyWith("lora")] = False
-    """Holds the base in NVFP4: E2M1 with an FP8 scale per 16 weights and one per matrix."""
+    """Holds the base in NVFP4."""
     init_adapter: Annotated[str | None, OnlyWith("lora")] = None
-    """Folder of a PEFT adapter to begin with, such as `outputs/sft/broadcasts/step_000060` of `grpo sft` (null: a new
-    one)."""
+    """Folder of a PEFT adapter to begin with, such as one from `grpo sft` (null: a new one)."""
     loss: LossSettings = LossSettings()
     """The objective."""
     noise_scheduler: NoiseSettings = NoiseSettings()
@@ -199,7 +191,7 @@ class TrainSettings(ProcessSettings, SharedSettings):
     ckpt: CheckpointSettings = CheckpointSettings()
     """Checkpoints."""
     wait_timeout_s: Seconds = 1200.0
-    """Seconds to wait for the orchestrator's next batch, or for another rank, before giving up."""
+    """Seconds to wait for the next batch, or for another rank."""
 
     @model_validator(mode="before")
     @classmethod
