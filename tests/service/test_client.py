@@ -2,24 +2,20 @@
 
 import io
 import json
-import signal
 import stat
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import tinker
-from grpo.transport.ports import free_port
 from safetensors.numpy import load
 from tinker import types
 
 from tests.service.data import datum, message_of
-from tests.service.running import Running, done, running
-from tests.trainer.models import save_tiny_model
+from tests.service.running import Running, done
 
 pytestmark = [
     pytest.mark.service,
@@ -299,28 +295,3 @@ def test_what_is_malformed_or_not_served_is_refused_at_once(service: Running) ->
         assert named in answer.json()["detail"]
     assert service.is_up()
     assert service.training_client().get_info().lora_rank == 4
-
-
-def test_after_kill_9_the_same_script_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    """Killed with steps done since the last state on disk, gradients that no step has applied, and work in flight."""
-    model = save_tiny_model(tmp_path / "model")
-
-    def loop(service: Running, *, kills: bool) -> dict[str, Any]:
-        client = service.training_client()
-        for number in range(12):
-            if kills and number in (3, 10):  # before and after the first state on disk
-                done(client.forward_backward([datum(12, number)], "cross_entropy"))
-                in_flight = client.forward_backward([datum(11, number + 50)], "cross_entropy")
-                service.end(signal.SIGKILL)
-                service.start()
-                done(in_flight)
-            elif number in (3, 10):
-                done(client.forward_backward([datum(12, number)], "cross_entropy"))
-                done(client.forward_backward([datum(11, number + 50)], "cross_entropy"))
-            done(step(client, number)[1])
-        return weights_of(service, done(client.save_state("end")).path)
-
-    with running(tmp_path / "run", model, "--no_sampling", "--port", str(free_port())) as service:
-        expected, found = (loop(service, kills=kills) for kills in (False, True))
-    assert expected.keys() == found.keys()
-    assert all(np.array_equal(expected[name], found[name]) for name in expected)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from grpo.transport.ports import free_port
 from tinker import types
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from grpo.server_process import server_process
+from grpo.server_process import ServerProcess, server_process
 from grpo.service_proofs import prove
 from tests.pages import Page
+from tests.service import versions
 from tests.service.data import datum
 from tests.service.running import Running, done, running
 from tests.support import until
@@ -42,10 +44,40 @@ pytestmark = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Two servers and what started them; the service beside them has the port that it keeps."""
+
+    folder: Path
+    settings: dict[str, Any]
+    first: ServerProcess
+    second: ServerProcess
+
+    def first_again(self) -> contextlib.AbstractContextManager[ServerProcess]:
+        """Starts the first one, which was killed, by the same settings."""
+        return server_process(self.settings, self.folder / "again.log", output_dir=self.folder / "run")
+
+
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     folder = tmp_path_factory.mktemp("service")
-    with running(folder / "run", MODEL, "--tenants", "default,other") as service:
+    about: dict[str, Any] = {"model": str(MODEL), "host": "127.0.0.1", "dtype": "float32", "device": "cpu"}
+    about |= {"max_model_len": 128, "max_lora_rank": 32, "api_key_var": KEY_VAR}
+    settings = [about | {"port": free_port()} for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY_VAR, "secret")
+        with (
+            server_process(settings[0], folder / "first.log", output_dir=folder / "run") as first,
+            server_process(settings[1], folder / "second.log", output_dir=folder / "run") as second,
+        ):
+            yield Servers(folder, settings[0], first, second)
+
+
+@pytest.fixture(scope="module")
+def service(servers: Servers) -> Iterator[Running]:
+    options = ("--port", str(free_port()), "--tenants", "default,other")
+    urls = f"{servers.first.url},{servers.second.url}"
+    with running(servers.folder / "run", MODEL, "--server", urls, *options) as service:
         yield service
 
 
@@ -65,9 +97,9 @@ def served_logprobs(sampler: Any, ids: list[int]) -> Any:
     return np.array(done(sampler.compute_logprobs(types.ModelInput.from_ints(ids)))[1:], np.float32)
 
 
-def num_versions(service: Running) -> int:
+def newest_version(service: Running) -> int:
     with contextlib.closing(sqlite3.connect(service.folder / "commands.sqlite")) as db:
-        return int(db.execute("SELECT count(*) FROM versions").fetchone()[0])
+        return int(db.execute("SELECT max(version) FROM versions").fetchone()[0])
 
 
 def stepped(client: Any, seed: int) -> None:
@@ -272,11 +304,11 @@ def test_a_training_checkpoint_can_be_sampled_from(service: Running) -> None:
     stepped(client, 5)
     path, expected = done(client.save_state("state")).path, trained_logprobs(client, ids)
     stepped(client, 6)
-    made = num_versions(service)
+    made = newest_version(service)
     for _ in range(2):
         sampler = done(service.client().create_sampling_client(model_path=path))
         np.testing.assert_allclose(served_logprobs(sampler, ids), expected, atol=1e-4)
-    assert num_versions(service) == made + 1
+    assert newest_version(service) == made + 1
     rest = service.client().create_rest_client()
     assert [one.tinker_path for one in done(rest.list_checkpoints(client.model_id)).checkpoints] == [path]
     done(client.save_state("state", overwrite=True))
@@ -337,19 +369,35 @@ def test_a_snapshot_is_its_tenants_alone(service: Running) -> None:
         done(service.client("other").create_sampling_client(model_path=path))
 
 
-# --- the scripts of docs/service.md, as people run them ---
+# --- scripts as people run them, with other clients and those of docs/service.md ---
 
 
-def output(service: Running, folder: Path, name: str, *words: str) -> str:
-    (folder / name).write_text(PAGE.files[name].replace("Qwen/Qwen3-0.6B", str(MODEL)))
+def run_script(service: Running, folder: Path, *words: str, **variables: str) -> str:
     about = service.about
-    where = {"TINKER_BASE_URL": about["base_url"], "TINKER_API_KEY": about["api_key"]}
-    command = [sys.executable, name, *words]
+    where = {"TINKER_BASE_URL": about["base_url"], "TINKER_API_KEY": about["api_key"], **variables}
+    command = [sys.executable, *words]
     ended = subprocess.run(
         command, cwd=folder, env=os.environ | where, capture_output=True, text=True, timeout=600, check=False
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     return ended.stdout
+
+
+def output(service: Running, folder: Path, name: str, *words: str) -> str:
+    (folder / name).write_text(PAGE.files[name].replace("Qwen/Qwen3-0.6B", str(MODEL)))
+    return run_script(service, folder, name, *words)
+
+
+@pytest.mark.parametrize("version", ["0.35.0", "0.36.0"])
+def test_earlier_clients_are_told_what_the_newest_is(service: Running, tmp_path: Path, version: str) -> None:
+    package = Path(sys.prefix, f"tinker-{version}")
+    if not package.is_dir():
+        pytest.skip(f"needs tinker {version} in {package}, where `make` installs it")
+    script = Path(versions.__file__)
+    found = json.loads(run_script(service, tmp_path, str(script), service.model, PYTHONPATH=str(package)))
+    assert found.pop("version") == version
+    # Tuples are lists, as in what the script writes.
+    assert found == json.loads(json.dumps(versions.told(service.client(), service.model)))
 
 
 def test_the_first_script_learns_and_samples(service: Running, tmp_path: Path) -> None:
@@ -368,14 +416,12 @@ def test_the_loop_trains_on_what_it_samples(service: Running, tmp_path: Path) ->
     assert "tinker://" in told
 
 
-# --- services of their own ---
+# --- what ends ---
 
 
-def test_importance_sampling_raises_the_reward_and_survives_kill_9(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reward is the share of the letters a to h. Killed with the second half of the steps to go; the server is
-    another program, and goes on."""
+def test_importance_sampling_raises_the_reward_and_survives_kill_9(service: Running) -> None:
+    """The reward is the share of the letters a to h. Killed with the second half of the steps to go; the servers are
+    other programs, and go on."""
 
     def reward(tokens: list[int]) -> float:
         return sum(ord("a") <= token <= ord("h") for token in tokens) / 8
@@ -395,26 +441,19 @@ def test_importance_sampling_raises_the_reward_and_survives_kill_9(
             data.append(types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs))
         return data, float(rewards.mean())
 
-    curve = []
-    monkeypatch.setenv(KEY_VAR, "secret")
-    about = {"model": str(MODEL), "host": "127.0.0.1", "port": free_port(), "dtype": "float32", "device": "cpu"}
-    about |= {"max_model_len": 128, "max_lora_rank": 32, "api_key_var": KEY_VAR}
-    with (
-        server_process(about, tmp_path / "infer.log", output_dir=tmp_path / "run") as server,
-        running(tmp_path / "run", MODEL, "--port", str(free_port()), "--server", server.url) as service,
-    ):
-        client = service.training_client(rank=8)
-        for number in range(12):
-            if number == 6:
-                service.end(signal.SIGKILL)
-                service.start()
-            data, mean = rollouts(client)
-            curve.append(mean)
-            forward = client.forward_backward(data, "importance_sampling")
-            step = client.optim_step(types.AdamParams(learning_rate=1e-2))
-            done(forward), done(step)
+    curve, client = [], service.training_client(rank=8)
+    for number in range(12):
+        if number == 6:
+            service.end(signal.SIGKILL)
+            service.start()
+        data, mean = rollouts(client)
+        curve.append(mean)
+        forward = client.forward_backward(data, "importance_sampling")
+        step = client.optim_step(types.AdamParams(learning_rate=1e-2))
+        done(forward), done(step)
     assert np.mean(curve[-2:]) > curve[0] + 0.1, curve
-    page = prove(tmp_path / "run")
+    session, number = client.model_id.split(":train:")
+    page = prove(service.folder / "models" / f"default-{session[:8]}-{number}")
     parts = {part.name: part for part in page.parts}
     assert page.broken == []
     assert parts["datums"].facts["states"] == {"trained": 12 * 32}
@@ -423,42 +462,31 @@ def test_importance_sampling_raises_the_reward_and_survives_kill_9(
     assert len(parts["versions"].facts["proved"]) == 12
 
 
-def test_of_two_servers_one_is_killed_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VAR, "secret")
-    about: dict[str, Any] = {"model": str(MODEL), "host": "127.0.0.1", "dtype": "float32", "device": "cpu"}
-    about |= {"max_model_len": 128, "max_lora_rank": 32, "api_key_var": KEY_VAR}
-    ports, run = [free_port(), free_port()], tmp_path / "run"
-    headers = {"Authorization": "Bearer secret"}
-
-    def started(number: int, log: str) -> Any:
-        return server_process(about | {"port": ports[number]}, tmp_path / log, output_dir=run)
+def test_of_two_servers_one_is_killed_and_comes_back(service: Running, servers: Servers) -> None:
+    first, second = servers.first, servers.second
 
     def live(url: str) -> Any:
-        return httpx.get(f"{url}/policy/info", headers=headers, timeout=60).json()["live"]
+        return httpx.get(f"{url}/policy/info", headers={"Authorization": "Bearer secret"}, timeout=60).json()["live"]
 
     def left_out() -> str:
-        return json.loads((run / "status" / "service.json").read_text())["message"] or ""
+        return json.loads((service.folder / "status" / "service.json").read_text())["message"] or ""
 
-    with (
-        started(0, "first.log") as first,
-        started(1, "second.log") as second,
-        running(run, MODEL, "--server", f"{first.url},{second.url}") as service,
-    ):
-        client = service.training_client(rank=8)
-        stepped(client, 1)
-        sampler = done(client.save_weights_and_get_sampling_client())
-        assert live(first.url).keys() == live(second.url).keys() != set()
-        params = types.SamplingParams(max_tokens=100)
-        asked = [sampler.sample(types.ModelInput.from_ints(PROMPT), 2, params) for _ in range(24)]
-        first.process.kill()
-        assert all(len(done(one).sequences) == 2 for one in asked)
-        until(lambda: first.url in left_out())
-        stepped(client, 2)
-        sampler = done(client.save_weights_and_get_sampling_client())
-        ids = PROMPT + list(sampled(sampler)[0].tokens)
-        assert np.allclose(served_logprobs(sampler, ids), trained_logprobs(client, ids), atol=1e-3)
-        with started(0, "again.log") as again:
-            until(lambda: not left_out())
-            assert not live(again.url)
-            done(sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params))
-            until(lambda: live(again.url))
+    client = service.training_client(rank=8)
+    stepped(client, 1)
+    sampler = done(client.save_weights_and_get_sampling_client())
+    version = str(newest_version(service))
+    assert all(version in live(one.url) for one in (first, second))
+    params = types.SamplingParams(max_tokens=100)
+    asked = [sampler.sample(types.ModelInput.from_ints(PROMPT), 2, params) for _ in range(24)]
+    first.process.kill()
+    assert all(len(done(one).sequences) == 2 for one in asked)
+    until(lambda: first.url in left_out())
+    stepped(client, 2)
+    sampler = done(client.save_weights_and_get_sampling_client())
+    ids = PROMPT + list(sampled(sampler)[0].tokens)
+    assert np.allclose(served_logprobs(sampler, ids), trained_logprobs(client, ids), atol=1e-3)
+    with servers.first_again() as again:
+        until(lambda: not left_out())
+        assert not live(again.url)
+        done(sampler.sample(types.ModelInput.from_ints(PROMPT), 1, params))
+        until(lambda: live(again.url))
