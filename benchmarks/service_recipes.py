@@ -240,7 +240,7 @@ def guesses() -> Rows:
     from tinker_cookbook.recipes.multiplayer_rl.guess_number.env import FAIL_TO_PARSE, SYSTEM_PROMPT
 
     draw, rows = random.Random(0), Rows()
-    for _ in range(8 * 100):
+    for _ in range(8 * 240):
         row = [("system", SYSTEM_PROMPT)]
         for _ in range(draw.choice((0, 0, 0, 1, 1, 2, 3, 5, 9))):
             parsed, number = draw.random() < 0.4, draw.randint(0, 1024)
@@ -271,12 +271,12 @@ def twenty_questions(work: Workplace) -> Curve:
 
     num_steps, a_step = 8, 2
     words, draw, rows = _load_words_from_file()[: num_steps * a_step], random.Random(0), list[list[tuple[str, str]]]()
-    for _ in range(4 * 120):
+    for _ in range(8 * 240):
         asks = draw.random() < 0.6
         turns = ["Alive?" if asks else f"Guess: {draw.choice(words)}" for _ in range(draw.choice((1, 1, 2, 4)))]
         answered = [part for turn in turns[:-1] for part in (("assistant", turn), ("user", draw.choice(("yes", "no"))))]
         rows.append([("system", PLAYER_SYSTEM_PROMPT), *answered, ("assistant", turns[-1])])
-    start = work.taught("questions", rows, batch_size=4)
+    start = work.taught("questions", rows, batch_size=8, learning_rate=5e-3)
     sizes = {"learning_rate": 1e-3, "group_size": 8, "batch_size": a_step, "max_tokens": 20, "max_steps": num_steps}
     second = f"dataset_builder.base_url={work.answerer()} dataset_builder.answerer_base_model={ANSWERER}"
     log = work.recipe(
