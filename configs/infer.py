@@ -123,7 +123,8 @@ class InferSettings(_ServerSettings, OnDevice, Shared):
     norm_noise: Annotated[bool, OnlyWith("enable_lora")] = False
     """Also serves versions with noise on their norm weights (the trainer's `noise_scheduler.enabled`)."""
     base_quantization: Annotated[Quantization | None, OnlyWith("enable_lora")] = None
-    """The trainer's quantization of the base, `qlora_bnb` being nf4 (`grpo docs quantization`)."""
+    """The base has the quantized values of a trainer with `qlora_bnb` (nf4), `qlora_fp8` or `qlora_fp4` (nvfp4); see
+    `grpo docs quantization`."""
     weight_broadcast_type: Literal["filesystem", "http", "nccl"] = "filesystem"
     """As the trainer's `weight_broadcast.type`."""
     weight_broadcast_url: Annotated[str | None, OnlyWith("weight_broadcast_type", "http")] = None
