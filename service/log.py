@@ -163,8 +163,10 @@ class CommandLog:
         """Writes what was handed over, and closes the file."""
         self._to_write.put(None)
         self._writer.join()
-        self._reader.close()
-        self._db.close()
+        with self._read_lock:  # a connection that is closed while it reads ends the process
+            self._reader.close()
+        with self._lock:
+            self._db.close()
 
     def _written(self, work: Callable[[sqlite3.Connection], Any]) -> Future[Any]:
         """Returns what `work` returns, or its `Refused`, once it is on the disk."""

@@ -34,8 +34,8 @@ class Running:
         self.go = threading.Event()
         """Passes begin while it is set."""
         self.go.set()
-        recorder = Recorder(create_run(folder / "run").path, self.log, share=0.01)
-        self.engine = Engine(self.base, self.log, folder, recorder=recorder, finished=self._finished, publish=None)
+        self.recorder = Recorder(create_run(folder / "run").path, self.log, share=0.01)
+        self.engine = Engine(self.base, self.log, folder, recorder=self.recorder, finished=self._finished, publish=None)
         self._names: dict[Any, str] = {}
         compute = self.base.compute
 
@@ -79,6 +79,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
     made.engine.start()
     yield made
     made.engine.close()
+    made.recorder.close()
     made.log.close()
 
 
