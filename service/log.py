@@ -487,14 +487,18 @@ class CommandLog:
     def lag(self, version: int, target: str, seq: int) -> int | None:
         """Returns how often the model's weights have changed between a version and its command `seq`; None where the
         version is of another model."""
-        rows = self._rows("SELECT model, seq FROM versions WHERE version=?", version)
-        if not rows or rows[0][0] != target:
+        rows = self._rows("SELECT seq FROM versions WHERE version=? AND model=?", version, target)
+        if not rows:
             return None
         query = (
             "SELECT count(*) FROM commands LEFT JOIN steps USING(target, seq) WHERE target=? AND seq>? AND seq<? "
             "AND (step IS NOT NULL OR (kind='load_weights' AND state='done'))"
         )
-        return int(self._rows(query, target, *sorted((rows[0][1], seq)))[0][0])
+        return int(self._rows(query, target, *sorted((rows[0][0], seq)))[0][0])
+
+    def is_version_of(self, version: int, target: str) -> bool:
+        """Returns whether a model's weights are this version's."""
+        return bool(self._rows("SELECT 1 FROM versions WHERE version=? AND model=?", version, target))
 
     def canary(self, version: int) -> str | None:
         """Returns the newest `LoadReport` of a version as JSON."""

@@ -103,7 +103,7 @@ class Recorder:
         now, versions, later = 0, dict[str, int](), list[_Later]()
         for part in model.computed:
             for datum, logprobs in zip(part.data, part.logprobs, strict=True):
-                for sample in self._samples(datum):
+                for sample in self._samples(command.target, datum):
                     if sample.version is None or (report := self._log.canary(sample.version)) is None:
                         continue
                     versions[datum.id] = sample.version
@@ -142,14 +142,19 @@ class Recorder:
             num = max(num, LEAST_DRAWN)
         return in_order[:num]
 
-    def _samples(self, datum: Datum) -> Sequence[Sample]:
-        """Returns the sample of ours that the datum is, with its log-probabilities; none where it is none."""
+    def _samples(self, target: str, datum: Datum) -> Sequence[Sample]:
+        """Returns the sample of ours that the datum is, with its log-probabilities; none where it is none. Of equal
+        ones, such as short answers of models that have not learned yet, it is one of this model."""
         if "logprobs" not in datum.inputs:
             return []
         ids = np.append(datum.token_ids, datum.targets[-1:]).astype("<i4").tobytes()
         served = datum.inputs["logprobs"].astype("<f4")
         found = (one for one in self._log.sample(tokens_digest(ids)) if 0 < one.num_tokens <= len(served))
-        return [one for one in found if tokens_digest(served[-one.num_tokens :].tobytes()) == one.logprobs][:1]
+        equal = [one for one in found if tokens_digest(served[-one.num_tokens :].tobytes()) == one.logprobs]
+        if len(equal) > 1:
+            own = [one for one in equal if one.version is not None and self._log.is_version_of(one.version, target)]
+            equal = own or equal
+        return equal[-1:]
 
     def row(self, command: Command, model: TrainedModel | None, answer: Answer) -> StepRow | None:
         """Returns what the log is to keep of the end of a command, an `optim_step` that has used up its gradients."""

@@ -416,6 +416,36 @@ def test_the_loop_trains_on_what_it_samples(service: Running, tmp_path: Path) ->
     assert "tinker://" in told
 
 
+def trained_sample(one: Any, advantage: float) -> types.Datum:
+    """The datum that trains an answer to the prompt."""
+    ids, before = PROMPT + list(one.tokens), len(PROMPT) - 1
+    inputs = {
+        "target_tokens": np.array(ids[1:]),
+        "logprobs": np.array([0.0] * before + list(one.logprobs), np.float32),
+        "advantages": np.array([0.0] * before + [advantage] * len(one.tokens), np.float32),
+    }
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+
+def proofs_of(service: Running, client: Any) -> Any:
+    session, number = client.model_id.split(":train:")
+    return prove(service.folder / "models" / f"default-{session[:8]}-{number}")
+
+
+def test_an_answer_that_two_models_have_given_is_proved_for_each(service: Running) -> None:
+    """Before they learn they are one model, and say the same."""
+    clients = [service.training_client() for _ in range(2)]
+    samplers = [done(client.save_weights_and_get_sampling_client()) for client in clients]
+    answers = [sampled(sampler, max_tokens=2)[0] for sampler in samplers]
+    assert answers[0].tokens == answers[1].tokens
+    for client, answer in zip(clients, answers, strict=True):
+        forward = client.forward_backward([trained_sample(answer, 1.0)], "importance_sampling")
+        step = client.optim_step(types.AdamParams(learning_rate=1e-2))
+        done(forward), done(step)
+        [tokens] = [part for part in proofs_of(service, client).parts if part.name == "tokens"]
+        assert tokens.facts["proved_at_lag_0"] == len(answer.tokens)
+
+
 # --- what ends ---
 
 
@@ -430,15 +460,8 @@ def test_importance_sampling_raises_the_reward_and_survives_kill_9(service: Runn
         sampler = done(client.save_weights_and_get_sampling_client())
         sequences = sampled(sampler, n=32, seed=None)
         rewards = np.array([reward(one.tokens) for one in sequences])
-        data = []
-        for one, advantage in zip(sequences, rewards - rewards.mean(), strict=True):
-            ids, before = PROMPT + one.tokens, len(PROMPT) - 1
-            inputs = {
-                "target_tokens": np.array(ids[1:]),
-                "logprobs": np.array([0.0] * before + list(one.logprobs), np.float32),
-                "advantages": np.array([0.0] * before + [advantage] * len(one.tokens), np.float32),
-            }
-            data.append(types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs))
+        advantages = rewards - rewards.mean()
+        data = [trained_sample(one, advantage) for one, advantage in zip(sequences, advantages, strict=True)]
         return data, float(rewards.mean())
 
     curve, client = [], service.training_client(rank=8)
@@ -452,8 +475,7 @@ def test_importance_sampling_raises_the_reward_and_survives_kill_9(service: Runn
         step = client.optim_step(types.AdamParams(learning_rate=1e-2))
         done(forward), done(step)
     assert np.mean(curve[-2:]) > curve[0] + 0.1, curve
-    session, number = client.model_id.split(":train:")
-    page = prove(service.folder / "models" / f"default-{session[:8]}-{number}")
+    page = proofs_of(service, client)
     parts = {part.name: part for part in page.parts}
     assert page.broken == []
     assert parts["datums"].facts["states"] == {"trained": 12 * 32}
