@@ -427,9 +427,13 @@ def trained_sample(one: Any, advantage: float) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
 
 
-def proofs_of(service: Running, client: Any) -> Any:
+def proofs_of(service: Running, client: Any, *, steps: int) -> Any:
+    """What is proved of a model, as soon as the recorder, which the loop does not wait for, has written its steps."""
     session, number = client.model_id.split(":train:")
-    return prove(service.folder / "models" / f"default-{session[:8]}-{number}")
+    folder = service.folder / "models" / f"default-{session[:8]}-{number}"
+    lines = folder / "metrics.jsonl"
+    until(lambda: lines.exists() and lines.read_text().count("\n") >= steps)
+    return prove(folder)
 
 
 def test_an_answer_that_two_models_have_given_is_proved_for_each(service: Running) -> None:
@@ -442,7 +446,7 @@ def test_an_answer_that_two_models_have_given_is_proved_for_each(service: Runnin
         forward = client.forward_backward([trained_sample(answer, 1.0)], "importance_sampling")
         step = client.optim_step(types.AdamParams(learning_rate=1e-2))
         done(forward), done(step)
-        [tokens] = [part for part in proofs_of(service, client).parts if part.name == "tokens"]
+        [tokens] = [part for part in proofs_of(service, client, steps=1).parts if part.name == "tokens"]
         assert tokens.facts["proved_at_lag_0"] == len(answer.tokens)
 
 
@@ -475,7 +479,7 @@ def test_importance_sampling_raises_the_reward_and_survives_kill_9(service: Runn
         step = client.optim_step(types.AdamParams(learning_rate=1e-2))
         done(forward), done(step)
     assert np.mean(curve[-2:]) > curve[0] + 0.1, curve
-    page = proofs_of(service, client)
+    page = proofs_of(service, client, steps=12)
     parts = {part.name: part for part in page.parts}
     assert page.broken == []
     assert parts["datums"].facts["states"] == {"trained": 12 * 32}
