@@ -41,7 +41,7 @@ def measure(folder: Path) -> dict[str, float]:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page()
         page.goto(view.address)
-        page.wait_for_selector("h1")
+        page.wait_for_selector("a[href='#/run/large']")
         for name, (path, shows, _) in SHOWN.items():
             began_s, used_s, painted_s = time.perf_counter(), _processor_s(view.pid), _browser_s()
             page.goto(f"http://127.0.0.1:{view.port}/#/{path}")
