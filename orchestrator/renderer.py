@@ -184,6 +184,10 @@ class ChatRenderer:
         """Whether it is a control token, which is no part of any text."""
         return token_id in self._special_ids
 
+    def is_plain(self, ids: Int32) -> bool:
+        """Whether `raw_text` of these ids is what `texts` makes of them too: there are no control tokens in them."""
+        return self._backend is not None and self._special_ids.isdisjoint(ids.tolist())
+
 
 def _spaced(found: re.Match[str]) -> str:
     return f"{found[0][0]} {found[0][1:]}"

@@ -34,7 +34,7 @@ class _Row:
 
     def add(
         self,
-        before: Sequence[int],
+        before: "array[int]",
         completion: Choice,
         *,
         index: int,
@@ -88,7 +88,7 @@ class _Row:
 class _Next:
     """The tokens and the text that follow the newest answer."""
 
-    token_ids: list[int]
+    token_ids: "array[int]"
     """The tokens that follow in the row, or the whole prompt of a new row."""
     new_row: bool
     text: str
@@ -167,7 +167,7 @@ class Conversation:
         """Returns the token ids that the server continues. Raises TemplateRefused."""
         following = self._following()
         before = array("i") if following.new_row else self._rows[-1].token_ids
-        return before + array("i", following.token_ids)
+        return before + following.token_ids
 
     def texts_of(self, completion: Choice) -> AnswerTexts:
         """Returns an answer to `prompt_ids` as text. It changes nothing, so that a thread may call it."""
@@ -176,11 +176,12 @@ class Conversation:
         ended = last is not None and (
             last == self._template.end_id or (completion.finish_reason == "stop" and renderer.is_special(last))
         )
-        raw = renderer.raw_text(ids)
+        said, raw = ids[:-1] if ended else ids, renderer.raw_text(ids)
+        content = renderer.raw_text(said) if ended else raw
         return AnswerTexts(
-            plain=renderer.texts([completion])[0],
+            plain=content if renderer.is_plain(said) else renderer.texts([completion])[0],
             raw=raw,
-            content=renderer.raw_text(ids[:-1]) if ended else raw,
+            content=content,
             end_id=int(last) if ended and last is not None else None,
         )
 
@@ -239,9 +240,9 @@ class Conversation:
                 renderer, end_id = self._template.renderer, self._end_id
                 ended = "" if end_id is None else renderer.raw_text([end_id])
                 ids = renderer.ids_behind(ended, text[len(before) + len(self._raw) :])
-                self._next = _Next(token_ids=ids, new_row=False, text=text)
+                self._next = _Next(token_ids=array("i", ids), new_row=False, text=text)
             elif ids := self._template.renderer.ids_of(text):
-                self._next = _Next(token_ids=ids, new_row=True, text=text)
+                self._next = _Next(token_ids=array("i", ids), new_row=True, text=text)
             else:
                 raise ValueError("the model's chat template makes nothing of the conversation, expected a prompt")
         return self._next
