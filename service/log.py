@@ -466,9 +466,13 @@ class CommandLog:
         """Returns the numbers of the model's `optim_step`s that have dropped their gradients."""
         return {seq for (seq,) in self._rows("SELECT seq FROM steps WHERE target=? AND step IS NULL", target)}
 
-    def sample(self, tokens: bytes) -> list[Sample]:
-        """Returns what was sampled with these tokens (`tokens_digest`)."""
-        rows = self._rows("SELECT tokens, logprobs, num_tokens, version FROM samples WHERE tokens=?", tokens)
+    def sample(self, tokens: bytes, target: str) -> list[Sample]:
+        """Returns what was sampled with these tokens (`tokens_digest`), a model's own first, then the newest."""
+        query = (
+            "SELECT tokens, logprobs, num_tokens, version FROM samples LEFT JOIN versions USING(version) "
+            "WHERE tokens=? ORDER BY model IS ? DESC, samples.rowid DESC"
+        )
+        rows = self._rows(query, tokens, target)
         return [Sample(tokens=t, logprobs=p, num_tokens=n, version=v) for t, p, n, v in rows]
 
     def sampled(self, target: str, seq: int) -> list[tuple[str, bytes, bytes, int]]:
@@ -487,18 +491,14 @@ class CommandLog:
     def lag(self, version: int, target: str, seq: int) -> int | None:
         """Returns how often the model's weights have changed between a version and its command `seq`; None where the
         version is of another model."""
-        rows = self._rows("SELECT seq FROM versions WHERE version=? AND model=?", version, target)
-        if not rows:
+        rows = self._rows("SELECT model, seq FROM versions WHERE version=?", version)
+        if not rows or rows[0][0] != target:
             return None
         query = (
             "SELECT count(*) FROM commands LEFT JOIN steps USING(target, seq) WHERE target=? AND seq>? AND seq<? "
             "AND (step IS NOT NULL OR (kind='load_weights' AND state='done'))"
         )
-        return int(self._rows(query, target, *sorted((rows[0][0], seq)))[0][0])
-
-    def is_version_of(self, version: int, target: str) -> bool:
-        """Returns whether a model's weights are this version's."""
-        return bool(self._rows("SELECT 1 FROM versions WHERE version=? AND model=?", version, target))
+        return int(self._rows(query, target, *sorted((rows[0][1], seq)))[0][0])
 
     def canary(self, version: int) -> str | None:
         """Returns the newest `LoadReport` of a version as JSON."""

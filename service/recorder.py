@@ -149,12 +149,8 @@ class Recorder:
             return []
         ids = np.append(datum.token_ids, datum.targets[-1:]).astype("<i4").tobytes()
         served = datum.inputs["logprobs"].astype("<f4")
-        found = (one for one in self._log.sample(tokens_digest(ids)) if 0 < one.num_tokens <= len(served))
-        equal = [one for one in found if tokens_digest(served[-one.num_tokens :].tobytes()) == one.logprobs]
-        if len(equal) > 1:
-            own = [one for one in equal if one.version is not None and self._log.is_version_of(one.version, target)]
-            equal = own or equal
-        return equal[-1:]
+        found = (one for one in self._log.sample(tokens_digest(ids), target) if 0 < one.num_tokens <= len(served))
+        return [one for one in found if tokens_digest(served[-one.num_tokens :].tobytes()) == one.logprobs][:1]
 
     def row(self, command: Command, model: TrainedModel | None, answer: Answer) -> StepRow | None:
         """Returns what the log is to keep of the end of a command, an `optim_step` that has used up its gradients."""

@@ -54,6 +54,12 @@ def test_another_end_token_ends_an_answer_where_the_server_stopped_at_it(finish:
     assert conversation.messages[-1] == {"role": "assistant", "content": content}
 
 
+@pytest.mark.parametrize("ids", [[*b"xy"], [*b"xy", IM_END], [*b"x", IM_END, *b"y"], [IM_END, *b"xy", IM_END]])
+def test_the_text_of_an_answer_has_no_control_tokens_wherever_they_stand(ids: list[int]) -> None:
+    said = begun("chatml").texts_of(completion(ids))
+    assert (said.plain, said.raw) == ("xy", TEMPLATES["chatml"].renderer.raw_text(ids))
+
+
 def test_a_row_says_of_every_token_where_it_came_from() -> None:
     conversation = begun("quickstart", "a")
     list(conversation.prompt_ids())
