@@ -1,5 +1,5 @@
 // Which page an address shows, and what stands above all pages.
-import { Component, address, html, isReport, listen, onKey, render, useAddress, useAnswer, useEffect, useKeys,
+import { Component, address, html, isReport, listen, onKey, parseAddress, render, useAddress, useAnswer, useEffect, useKeys,
     useLayoutEffect } from "./common.js";
 import { RunPage, RunsPage, SettingsPage, TimelinePage } from "./run.js";
 import { ComparePage } from "./curves.js";
@@ -43,8 +43,8 @@ function App() {
   useEffect(() => { document.title = place.parts.length ? `${place.parts.slice(1).join(" ")} – grpo view` : "grpo view"; },
       [place]);
   useEffect(() => { scrollTo(0, 0); }, [place.parts.join("/")]);
-  // Where there is one run, its page is the first.
-  useEffect(() => { if (!place.parts.length
+  // Where there is one run, its page is the first, unless another was asked for since (`place` may not know it yet).
+  useEffect(() => { if (!parseAddress(location.hash).parts.length
       && runs.value?.length === 1) location.replace(address(["run", runs.value[0].name])); }, [place, runs.value]);
   useKeys({ "/": search, g: () => document.getElementById("go").focus() }, []);
   const skip = (event) => { event.preventDefault(); document.querySelector("main").focus(); };

@@ -99,7 +99,8 @@ export function setQuery(change) {
 
 export function useAddress() {
   const [place, setPlace] = useState(parseAddress(location.hash));
-  useEffect(() => {
+  // As soon as a page is seen: an address that is opened before it was painted would be lost.
+  useLayoutEffect(() => {
     const moved = () => setPlace(parseAddress(location.hash));
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);

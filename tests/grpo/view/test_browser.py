@@ -303,6 +303,21 @@ def test_what_keeps_a_run_from_learning_is_at_its_head(chromium: object, tmp_pat
         browser.page.wait_for_url("**/step/12")
 
 
+@pytest.mark.parametrize("moment", ["h1", "#runs option"])
+def test_an_address_counts_from_the_moment_that_the_first_page_is_there(
+    chromium: object, tmp_path: Path, moment: str
+) -> None:
+    make_run(tmp_path / "run", steps=1)
+    with served(tmp_path) as view, faultless(chromium, f"http://127.0.0.1:{view.port}/") as browser:
+        browser.page.add_init_script(f"""new MutationObserver((_, observer) => {{
+          if (!document.querySelector("{moment}")) return;
+          observer.disconnect();
+          location.hash = "#/run/run/step/1";
+        }}).observe(document, {{ childList: true, subtree: true }})""")
+        browser.page.goto(view.address)
+        browser.page.wait_for_selector("table.rollouts .clip")
+
+
 def test_a_key_counts_from_the_moment_that_its_page_is_there(browser: Browser) -> None:
     browser.open("run/one/step/3", ".groups a")
     browser.page.evaluate("""() => new MutationObserver((_, observer) => {
