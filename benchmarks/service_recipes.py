@@ -269,15 +269,15 @@ def twenty_questions(work: Workplace) -> Curve:
     guesses in all of a game's turns or in none."""
     from tinker_cookbook.recipes.multiplayer_rl.twenty_questions.env import PLAYER_SYSTEM_PROMPT, _load_words_from_file
 
-    num_steps, a_step = 8, 2
+    num_steps, a_step = 10, 1
     words, draw, rows = _load_words_from_file()[: num_steps * a_step], random.Random(0), list[list[tuple[str, str]]]()
     for _ in range(8 * 240):
-        asks = draw.random() < 0.6
+        asks = draw.random() < 0.7
         turns = ["Alive?" if asks else f"Guess: {draw.choice(words)}" for _ in range(draw.choice((1, 1, 2, 4)))]
         answered = [part for turn in turns[:-1] for part in (("assistant", turn), ("user", draw.choice(("yes", "no"))))]
         rows.append([("system", PLAYER_SYSTEM_PROMPT), *answered, ("assistant", turns[-1])])
     start = work.taught("questions", rows, batch_size=8, learning_rate=5e-3)
-    sizes = {"learning_rate": 1e-3, "group_size": 8, "batch_size": a_step, "max_tokens": 20, "max_steps": num_steps}
+    sizes = {"learning_rate": 2e-3, "group_size": 16, "batch_size": a_step, "max_tokens": 20, "max_steps": num_steps}
     second = f"dataset_builder.base_url={work.answerer()} dataset_builder.answerer_base_model={ANSWERER}"
     log = work.recipe(
         "multiplayer_rl.twenty_questions.train",

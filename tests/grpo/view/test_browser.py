@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -146,13 +147,19 @@ def test_the_head_of_a_run_is_above_its_charts_whichever_answer_comes_first(
         assert _order(browser.page) == IN_ORDER
 
 
+AXE = """async () => (await axe.run()).violations.map(({ id, nodes }) => [id, ...nodes.map((one) => one.html)])"""
+
+
 @pytest.mark.parametrize("width", [400, 1280])
-def test_every_page_is_shown(chromium: object, view: Served, width: int) -> None:
+def test_every_page_is_shown_and_accessible(chromium: object, view: Served, width: int) -> None:
     scheme = "dark" if width == 400 else "light"
+    axe = (files("axe_playwright_python") / "axe.min.js").read_text()
     with opened(chromium, view, viewport={"width": width, "height": 800}, color_scheme=scheme) as browser:
         for address, shows in PAGES.items():
             browser.open(address, shows)
             assert browser.page.evaluate("document.documentElement.scrollWidth") <= width, address
+            browser.page.evaluate(axe)
+            assert browser.page.evaluate(AXE) == [], address
 
 
 def test_three_clicks_lead_from_a_spike_to_its_token(browser: Browser) -> None:
