@@ -18,6 +18,7 @@ import os
 import random
 import re
 import signal
+import string
 import subprocess
 import sys
 import tempfile
@@ -127,9 +128,15 @@ class Workplace:
         assert done.returncode == 0, log.with_suffix(".log").read_text()[-4000:]
         return log
 
-    def taught(self, name: str, conversations: Iterable[Sequence[tuple[str, str]]], **sizes: object) -> str:
-        """Returns the checkpoint of a supervised stage on the last messages of conversations of roles and texts, by
-        the cookbook's trainer."""
+    def taught(
+        self,
+        name: str,
+        conversations: Iterable[Sequence[tuple[str, str]]],
+        train_on: str = "last_assistant_message",
+        **sizes: object,
+    ) -> str:
+        """Returns the checkpoint of a supervised stage on messages of conversations of roles and texts, by the
+        cookbook's trainer."""
         file = self.folder / f"{name}.jsonl"
         rows = [{"messages": [{"role": role, "content": text} for role, text in one]} for one in conversations]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -140,7 +147,7 @@ class Workplace:
             f"model_name={MODEL}",
             f"renderer_name={RENDERER}",
             f"max_length={POSITIONS}",
-            "train_on_what=last_assistant_message",
+            f"train_on_what={train_on}",
             "eval_every=0",
             "save_every=0",
             **settings | sizes,
@@ -265,19 +272,22 @@ def guess_number(work: Workplace) -> Curve:
 
 
 def twenty_questions(work: Workplace) -> Curve:
-    """Against a second model, on a service of its own. The stage before knows the words that are asked for, and either
-    guesses in all of a game's turns or in none."""
+    """Against a second model, on a service of its own. The stage before knows the words that are asked for, so few that
+    it can spell them, and either guesses in all of a game's turns or in none."""
     from tinker_cookbook.recipes.multiplayer_rl.twenty_questions.env import PLAYER_SYSTEM_PROMPT, _load_words_from_file
 
-    num_steps, a_step = 10, 1
-    words, draw, rows = _load_words_from_file()[: num_steps * a_step], random.Random(0), list[list[tuple[str, str]]]()
-    for _ in range(8 * 240):
-        asks = draw.random() < 0.7
-        turns = ["Alive?" if asks else f"Guess: {draw.choice(words)}" for _ in range(draw.choice((1, 1, 2, 4)))]
-        answered = [part for turn in turns[:-1] for part in (("assistant", turn), ("user", draw.choice(("yes", "no"))))]
+    num_steps, a_step = 5, 2
+    words, draw, rows = _load_words_from_file()[: num_steps * a_step], random.Random(0), Rows()
+    for _ in range(8 * 200):
+        asks = draw.random() < 0.6
+        turns = ["Alive?" if asks else f"Guess: {draw.choice(words)}" for _ in range(draw.choice((1, 1, 2, 4, 8, 16)))]
+        answered = []
+        for turn in turns[:-1]:  # the second model has never learned to answer
+            said = "".join(draw.choices(string.printable, k=draw.randint(1, 5)))
+            answered += [("assistant", turn), ("user", said)]
         rows.append([("system", PLAYER_SYSTEM_PROMPT), *answered, ("assistant", turns[-1])])
-    start = work.taught("questions", rows, batch_size=8, learning_rate=5e-3)
-    sizes = {"learning_rate": 2e-3, "group_size": 16, "batch_size": a_step, "max_tokens": 20, "max_steps": num_steps}
+    start = work.taught("questions", rows, "all_assistant_messages", batch_size=8, learning_rate=5e-3)
+    sizes = {"learning_rate": 1e-3, "group_size": 16, "batch_size": a_step, "max_tokens": 20, "max_steps": num_steps}
     second = f"dataset_builder.base_url={work.answerer()} dataset_builder.answerer_base_model={ANSWERER}"
     log = work.recipe(
         "multiplayer_rl.twenty_questions.train",
