@@ -33,7 +33,19 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 GAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "kuhn": ("kuhn_poker", {"illegal_reward": -10, "entropy_tau": 0.5, "entropy_tau_end": 0.05, "games": 1024}),
     "leduc": ("leduc_poker", {"illegal_reward": -26, "entropy_tau": 2.0, "entropy_tau_end": 0.3}),
-    "tictactoe": ("tic_tac_toe", {"illegal_reward": -3, "entropy_tau": 0.2, "entropy_tau_end": 0.02}),
+    "tictactoe": (
+        "tic_tac_toe",
+        {
+            "illegal_reward": -3,
+            "entropy_tau": 0.5,
+            "entropy_tau_end": 0.03,
+            "games": 4096,
+            "random_moves": 6,
+            "adam_beta1": 0.9,
+            "lora_rank": 64,
+            "learning_rate": 5e-3,
+        },
+    ),
     "nim": (
         "nim(pile_sizes=1;2;3;4)",
         {
@@ -291,9 +303,11 @@ def main() -> None:
     parser.add_argument("--arms", default="annealed", help=f"of {', '.join(ARMS)} (annealed)")
     parser.add_argument("--seeds", default="1,2,3", help="one run each (1,2,3)")
     parser.add_argument("--steps", type=int, default=256)
-    parser.add_argument("--games", type=int, default=256, help="games of a step (256; kuhn: 1024, nim: 512)")
+    parser.add_argument(
+        "--games", type=int, default=256, help="games of a step (leduc: 256, kuhn: 1024, tictactoe: 4096, nim: 512)"
+    )
     parser.add_argument("--logits", action="store_true", help="train a table of logits, not the model: a second a run")
-    parser.add_argument("--learning_rate", type=float, help="default: 1e-3, nim 5e-3; with --logits 0.05")
+    parser.add_argument("--learning_rate", type=float, help="default: 1e-3, tictactoe and nim 5e-3; with --logits 0.05")
     parser.add_argument("--falls", type=json.loads, default=True, help="the learning rate falls to 0 (true)")
     parser.add_argument("--adam_beta1", type=float, default=0.0)
     parser.add_argument("--lora_rank", type=int, default=16)
