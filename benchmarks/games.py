@@ -43,7 +43,7 @@ GAMES: dict[str, tuple[str, dict[str, Any]]] = {
             "random_moves": 6,
             "adam_beta1": 0.9,
             "lora_rank": 64,
-            "learning_rate": 5e-3,
+            "learning_rate": 2.5e-3,
         },
     ),
     "nim": (
@@ -307,7 +307,9 @@ def main() -> None:
         "--games", type=int, default=256, help="games of a step (leduc: 256, kuhn: 1024, tictactoe: 4096, nim: 512)"
     )
     parser.add_argument("--logits", action="store_true", help="train a table of logits, not the model: a second a run")
-    parser.add_argument("--learning_rate", type=float, help="default: 1e-3, tictactoe and nim 5e-3; with --logits 0.05")
+    parser.add_argument(
+        "--learning_rate", type=float, help="default: 1e-3, tictactoe 2.5e-3, nim 5e-3; with --logits 0.05"
+    )
     parser.add_argument("--falls", type=json.loads, default=True, help="the learning rate falls to 0 (true)")
     parser.add_argument("--adam_beta1", type=float, default=0.0)
     parser.add_argument("--lora_rank", type=int, default=16)
