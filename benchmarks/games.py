@@ -1,4 +1,4 @@
-"""Self-play at small games, judged exactly: the embedded model with LoRA, trained in one process without servers.
+"""Self-play at small games, judged exactly: the embedded model, trained in one process without servers.
 
     python -m benchmarks.games leduc
     python -m benchmarks.games kuhn --logits --arms plain,uniform,pfsp,exploiter,average,annealed --seeds 1,2,3,4,5
@@ -27,6 +27,7 @@ import torch
 from grpo.environments.games.game import Game
 from grpo.environments.games.judge import Judge
 from grpo.orchestrator.ratings import pfsp_weights
+from grpo.trainer.optim import is_matrix
 
 MODEL = Path(__file__).parents[1] / "configs/games/model"
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -39,11 +40,11 @@ GAMES: dict[str, tuple[str, dict[str, Any]]] = {
             "illegal_reward": -3,
             "entropy_tau": 0.5,
             "entropy_tau_end": 0.03,
-            "games": 4096,
+            "steps": 1024,
             "random_moves": 6,
             "adam_beta1": 0.9,
-            "lora_rank": 64,
-            "learning_rate": 2.5e-3,
+            "optimizer": "muon",
+            "learning_rate": 2e-3,
         },
     ),
     "nim": (
@@ -53,10 +54,11 @@ GAMES: dict[str, tuple[str, dict[str, Any]]] = {
             "entropy_tau": 0.5,
             "entropy_tau_end": 0.1,
             "games": 512,
+            "steps": 512,
             "random_moves": 3,
             "adam_beta1": 0.9,
-            "lora_rank": 64,
-            "learning_rate": 5e-3,
+            "optimizer": "muon",
+            "learning_rate": 2e-3,
         },
     ),
 }
@@ -138,9 +140,14 @@ class Policy:
             self.logits = torch.tensor(np.where(table.move >= 0, 0.0, -1e3), dtype=torch.float32, requires_grad=True)
             self.trained = [self.logits]
         else:
-            self.model = adapted_model(options.lora_rank)
+            self.model = loaded_model(0 if options.optimizer == "muon" else options.lora_rank)
             self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.trained, betas=(options.adam_beta1, 0.99), weight_decay=0.0)
+        muon = options.optimizer == "muon" and not options.logits
+        matrices = [p for name, p in self.model.named_parameters() if is_matrix(name, p)] if muon else []
+        others = [one for one in self.trained if not any(one is matrix for matrix in matrices)]
+        self.optimizers: list[Any] = [torch.optim.AdamW(others, betas=(options.adam_beta1, 0.99), weight_decay=0.0)]
+        if muon:
+            self.optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
         self.known = np.full(table.move.shape, np.nan)
         self.total, self.num = np.zeros(self.known.shape), 0
         self.start = np.log(np.maximum(1e-30, self.at(np.arange(len(self.known)))))
@@ -180,21 +187,23 @@ class Policy:
             towards = torch.tensor(self.magnet(met), dtype=torch.float32) if options.magnet else 0.0
             divergence = (logprobs.exp() * (logprobs - towards)).sum(1)
             loss = loss + tau * (torch.tensor(visits, dtype=torch.float32) * divergence).sum()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         (loss / len(rows)).backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
-        self.optimizer.param_groups[0]["lr"] = options.learning_rate * (1 - share if options.falls else 1.0)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = options.learning_rate * (1 - share if options.falls else 1.0)
+            optimizer.step()
         self.known[:] = np.nan
 
 
-def adapted_model(rank: int) -> Any:
-    """Returns the embedded model with LoRA."""
+def loaded_model(rank: int) -> Any:
+    """Returns the embedded model with LoRA, or with rank 0 all of it."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    return get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS))
+    return get_peft_model(base, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS)) if rank else base
 
 
 def sampled(chances: Any, rng: Any) -> Any:
@@ -247,7 +256,7 @@ def advantages_of(rewards: Any, levels: tuple[Any, ...], prior: float) -> Any:
 
 
 def train(table: Table, options: argparse.Namespace, seed: int) -> list[dict[str, float]]:
-    """Returns what the judge says before the first step, every 32 steps and at the end."""
+    """Returns what the judge says before the first step, after each eighth of the steps."""
     rng = np.random.default_rng(seed)
     main = Policy(table, options, seed)
     rival = Policy(table, options, seed + 1000) if options.pool == "exploiter" else None
@@ -255,7 +264,7 @@ def train(table: Table, options: argparse.Namespace, seed: int) -> list[dict[str
     """Probabilities [Q, V] of snapshots, with the games won and played against them."""
     figures, every_row = [], np.arange(len(table.last))
     for step in range(options.steps + 1):
-        if step % 32 == 0 or step == options.steps:
+        if step % max(1, options.steps // 8) == 0 or step == options.steps:
             probs = main.at(every_row)
             policy = {
                 question.prompt: probs[row, tokens].tolist()
@@ -296,22 +305,40 @@ def train(table: Table, options: argparse.Namespace, seed: int) -> list[dict[str
     raise AssertionError("the last step has returned")
 
 
+def picture(lines: list[dict[str, Any]], path: Path) -> None:
+    """Draws each arm's NashConv over the steps: the seeds' median, and what lies between lowest and highest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    for arm in dict.fromkeys(line["arm"] for line in lines):
+        some = [line for line in lines if line["arm"] == arm]
+        values, steps = np.array([line["nash_conv"] for line in some]), some[0]["step"]
+        [drawn] = axes.plot(steps, np.median(values, 0), label=arm)
+        axes.fill_between(steps, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.15, linewidth=0)
+    axes.set(xlabel="step", ylabel="NashConv (0: nobody wins against it)", ylim=(0, None))
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("game", choices=list(GAMES))
     parser.add_argument("--arms", default="annealed", help=f"of {', '.join(ARMS)} (annealed)")
     parser.add_argument("--seeds", default="1,2,3", help="one run each (1,2,3)")
-    parser.add_argument("--steps", type=int, default=256)
-    parser.add_argument(
-        "--games", type=int, default=256, help="games of a step (leduc: 256, kuhn: 1024, tictactoe: 4096, nim: 512)"
-    )
+    parser.add_argument("--steps", type=int, default=256, help="256, tictactoe: 1024, nim: 512")
+    parser.add_argument("--games", type=int, default=256, help="games of a step (256, kuhn: 1024, nim: 512)")
     parser.add_argument("--logits", action="store_true", help="train a table of logits, not the model: a second a run")
     parser.add_argument(
-        "--learning_rate", type=float, help="default: 1e-3, tictactoe 2.5e-3, nim 5e-3; with --logits 0.05"
+        "--learning_rate", type=float, help="default: 1e-3, tictactoe and nim 2e-3; with --logits 0.05"
     )
     parser.add_argument("--falls", type=json.loads, default=True, help="the learning rate falls to 0 (true)")
     parser.add_argument("--adam_beta1", type=float, default=0.0)
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon trains all weights")
     parser.add_argument("--lora_rank", type=int, default=16)
     parser.add_argument("--entropy_tau", type=float)
     parser.add_argument("--entropy_tau_end", type=float)
@@ -319,13 +346,14 @@ def main() -> None:
     parser.add_argument("--random_moves", type=int, default=0, help="up to so many first moves are random")
     parser.add_argument("--levels", type=int, default=3, help="baseline by seat (1), prompt (2), position (3)")
     parser.add_argument("--prior", type=float, default=8.0)
+    parser.add_argument("--picture", type=Path, help="where to draw the arms")
     parser.set_defaults(pool=None, magnet=None)
     name, settings = GAMES[parser.parse_args().game]
     parser.set_defaults(**settings)
     parser.set_defaults(learning_rate=0.05 if parser.parse_args().logits else settings.get("learning_rate", 1e-3))
     given = vars(parser.parse_args())
     torch.set_num_threads(1)
-    table = Table(name)
+    table, lines = Table(name), list[dict[str, Any]]()
     for arm in given["arms"].split(","):
         for seed in map(int, given["seeds"].split(",")):
             started = time.perf_counter()
@@ -333,6 +361,9 @@ def main() -> None:
             line: dict[str, Any] = {"arm": arm, "seed": seed, "s": round(time.perf_counter() - started, 1)}
             line |= {key: [round(one[key], 3) for one in figures] for key in figures[0] if key != "num_questions"}
             print(json.dumps(line), flush=True)
+            lines.append(line)
+    if given["picture"]:
+        picture(lines, given["picture"])
 
 
 if __name__ == "__main__":

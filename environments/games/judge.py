@@ -7,7 +7,7 @@ difference, and no other player is needed, which might be weak at the same thing
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from grpo.environments.games.game import Game
@@ -53,11 +53,20 @@ class Judged:
     """The chance that the policy loses as the first player, against the opponent who wins most often."""
     loses_second: float | None = None
     """The same as the second player."""
+    loses_first_to_perfect: float | None = None
+    """The chance that the policy loses as the first player against perfect play, which draws among the moves that keep
+    the position's value."""
+    loses_second_to_perfect: float | None = None
+    """The same as the second player."""
     greedy_keeps_win: float | None = None
     """`keeps_win` of the likeliest answers (temperature 0), as are those that follow."""
     greedy_loses_first: float | None = None
     """1 where some opponent beats the likeliest answers of the first player, 0 where nobody does."""
     greedy_loses_second: float | None = None
+    """The same as the second player."""
+    greedy_loses_first_to_perfect: float | None = None
+    """`loses_first_to_perfect` of the likeliest answers."""
+    greedy_loses_second_to_perfect: float | None = None
     """The same as the second player."""
 
     def figures(self) -> dict[str, float]:
@@ -77,6 +86,8 @@ class _Node:
     """Of the children, where it is chance's turn."""
     returns: float
     """The first player's reward, where the game is over."""
+    perfect: list[float] = field(default_factory=list)
+    """Of the children, where somebody is to move: those that keep what the position is worth are as likely."""
 
 
 class Judge:
@@ -91,7 +102,7 @@ class Judge:
         asked: dict[str, tuple[str, ...]] = {}
         if game.has_perfect_information:
             self._add_position(game.spiel.new_initial_state(), {}, asked)
-            self._values = self._minimax()
+            self._play_perfectly()
         else:
             self._add_states(asked)
         self.questions = [Question(prompt=prompt, answers=answers) for prompt, answers in asked.items()]
@@ -112,7 +123,7 @@ class Judge:
         if self._nodes:
             figures = self._of_positions(legal)
             greedy = self._of_positions({prompt: _likeliest(chances) for prompt, chances in legal.items()})
-            figures |= {f"greedy_{key}": greedy[key] for key in ("keeps_win", "loses_first", "loses_second")}
+            figures |= {f"greedy_{key}": value for key, value in greedy.items() if key.startswith(("keeps_win", "loses"))}
         else:
             figures = {"nash_conv": self._nash_conv(legal)}
         share = max(0.0, math.fsum(illegal) / len(illegal))
@@ -173,9 +184,13 @@ class Judge:
         self._nodes.append(_Node(player, prompt, children, chances, returns))
         return known[key]
 
-    def _minimax(self) -> list[float]:
-        """Returns what each position is worth to the first player, where both play best."""
-        return self._backwards(lambda node, values: (max, min)[node.player](values))
+    def _play_perfectly(self) -> None:
+        """Finds what each position is worth to the first player, where both play best, and the moves that keep it."""
+        self._values = self._backwards(lambda node, values: (max, min)[node.player](values))
+        for node, worth in zip(self._nodes, self._values, strict=True):
+            if node.player >= 0:
+                keeping = [self._values[child] == worth for child in node.children]
+                node.perfect = [kept / sum(keeping) for kept in keeping]
 
     def _backwards(self, choice: Any, end: Any = lambda returns: returns) -> list[float]:
         """Returns a value of each position: `end` of the first player's reward where the game is over, `choice` of the
@@ -192,28 +207,45 @@ class Judge:
         return values
 
     def _of_positions(self, legal: Mapping[str, list[float]]) -> dict[str, float]:
-        def against(seat: int, best: Any) -> Any:
-            """The policy moves as `seat`; the other player takes the `best` of what it can reach."""
-            return lambda node, values: _dot(legal[node.prompt], values) if node.player == seat else best(values)
+        def against(seat: int, reply: Any, end: Any = lambda returns: returns) -> float:
+            """The policy moves as `seat`, the other player by `reply`. Returns the first player's reward, or `end` of
+            it."""
+            return self._backwards(
+                lambda node, values: (_dot(legal[node.prompt], values) if node.player == seat else reply(node, values)),
+                end,
+            )[-1]
 
-        best_second = self._backwards(against(0, min))[-1]  # the first player's reward where the second one is best
-        best_first = self._backwards(against(1, max))[-1]
+        def least(_: _Node, values: list[float]) -> float:
+            return min(values)
+
+        def most(_: _Node, values: list[float]) -> float:
+            return max(values)
+
+        def perfect(node: _Node, values: list[float]) -> float:
+            return _dot(node.perfect, values)
+
+        def first_lost(returns: float) -> float:
+            return float(returns < 0)
+
+        def second_lost(returns: float) -> float:
+            return float(returns > 0)
+
         kept, kept_wins = list[float](), list[float]()
         for node, worth in zip(self._nodes, self._values, strict=True):
             if node.player < 0:
                 continue
-            following = [self._values[child] for child in node.children]
-            keeping = [value == worth for value in following]
-            if not all(keeping):
-                kept.append(_dot(legal[node.prompt], keeping))
+            if not all(node.perfect):
+                kept.append(_dot(legal[node.prompt], [chance > 0 for chance in node.perfect]))
                 if (worth if node.player == 0 else -worth) > 0:
                     kept_wins.append(kept[-1])
         return {
-            "nash_conv": best_first - best_second,
+            "nash_conv": against(1, most) - against(0, least),
             "keeps_value": math.fsum(kept) / max(1, len(kept)),
             "keeps_win": math.fsum(kept_wins) / max(1, len(kept_wins)),
-            "loses_first": self._backwards(against(0, max), lambda returns: float(returns < 0))[-1],
-            "loses_second": self._backwards(against(1, max), lambda returns: float(returns > 0))[-1],
+            "loses_first": against(0, most, first_lost),
+            "loses_second": against(1, most, second_lost),
+            "loses_first_to_perfect": against(0, perfect, first_lost),
+            "loses_second_to_perfect": against(1, perfect, second_lost),
         }
 
 

@@ -117,10 +117,13 @@ def test_perfect_play_at_tic_tac_toe_never_loses_and_a_slip_is_seen() -> None:
     judged = own.judge(policy)
     assert (judged.loses_first, judged.loses_second) == (0, 1)
     assert judged.nash_conv == pytest.approx(1)
+    # Perfect play begins in the middle one time in nine, and wins whenever it can.
+    assert judged.loses_second_to_perfect == pytest.approx(1 / 9)
     # Who errs one time in ten is beaten now and then, and would not be if the likeliest answer were taken.
     policy |= {"ttt . . . . t . . . .": [0.9, 0.1, 0, 0, 0, 0, 0, 0]}
     judged = own.judge(policy)
     assert judged.loses_second == pytest.approx(0.1)
+    assert (judged.loses_second_to_perfect, judged.greedy_loses_second_to_perfect) == (pytest.approx(1 / 90), 0)
     assert (judged.greedy_loses_first, judged.greedy_loses_second, judged.greedy_keeps_win) == (0, 0, 1)
 
 
