@@ -312,14 +312,14 @@ def picture(lines: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
     for arm in dict.fromkeys(line["arm"] for line in lines):
         some = [line for line in lines if line["arm"] == arm]
         values, steps = np.array([line["nash_conv"] for line in some]), some[0]["step"]
         [drawn] = axes.plot(steps, np.median(values, 0), label=arm)
         axes.fill_between(steps, values.min(0), values.max(0), color=drawn.get_color(), alpha=0.15, linewidth=0)
     axes.set(xlabel="step", ylabel="NashConv (0: nobody wins against it)", ylim=(0, None))
-    axes.legend()
+    figure.legend(loc="outside right upper")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
@@ -333,9 +333,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=256, help="256, tictactoe: 1024, nim: 512")
     parser.add_argument("--games", type=int, default=256, help="games of a step (256, kuhn: 1024, nim: 512)")
     parser.add_argument("--logits", action="store_true", help="train a table of logits, not the model: a second a run")
-    parser.add_argument(
-        "--learning_rate", type=float, help="default: 1e-3, tictactoe and nim 2e-3; with --logits 0.05"
-    )
+    parser.add_argument("--learning_rate", type=float, help="default: 1e-3, tictactoe and nim 2e-3; with --logits 0.05")
     parser.add_argument("--falls", type=json.loads, default=True, help="the learning rate falls to 0 (true)")
     parser.add_argument("--adam_beta1", type=float, default=0.0)
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon trains all weights")

@@ -123,7 +123,9 @@ class Judge:
         if self._nodes:
             figures = self._of_positions(legal)
             greedy = self._of_positions({prompt: _likeliest(chances) for prompt, chances in legal.items()})
-            figures |= {f"greedy_{key}": value for key, value in greedy.items() if key.startswith(("keeps_win", "loses"))}
+            figures |= {
+                f"greedy_{key}": value for key, value in greedy.items() if key.startswith(("keeps_win", "loses"))
+            }
         else:
             figures = {"nash_conv": self._nash_conv(legal)}
         share = max(0.0, math.fsum(illegal) / len(illegal))
@@ -211,7 +213,7 @@ class Judge:
             """The policy moves as `seat`, the other player by `reply`. Returns the first player's reward, or `end` of
             it."""
             return self._backwards(
-                lambda node, values: (_dot(legal[node.prompt], values) if node.player == seat else reply(node, values)),
+                lambda node, values: _dot(legal[node.prompt], values) if node.player == seat else reply(node, values),
                 end,
             )[-1]
 
