@@ -145,11 +145,12 @@ class Policy:
         else:
             self.model = loaded_model(0 if options.optimizer == "muon" else options.lora_rank)
             self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        muon = options.optimizer == "muon" and not options.logits
-        matrices = [p for name, p in self.model.named_parameters() if is_matrix(name, p)] if muon else []
-        others = [one for one in self.trained if not any(one is matrix for matrix in matrices)]
+        matrices, others = list[Any](), self.trained
+        if options.optimizer == "muon" and not options.logits:
+            matrices = [one for name, one in self.model.named_parameters() if is_matrix(name, one)]
+            others = [one for name, one in self.model.named_parameters() if not is_matrix(name, one)]
         self.optimizers: list[Any] = [torch.optim.AdamW(others, betas=(options.adam_beta1, 0.99), weight_decay=0.0)]
-        if muon:
+        if matrices:
             self.optimizers.append(torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"))
         self.known = np.full(table.move.shape, np.nan)
         self.total, self.num = np.zeros(self.known.shape), 0
@@ -259,7 +260,7 @@ def advantages_of(rewards: Any, levels: tuple[Any, ...], prior: float) -> Any:
 
 
 def train(table: Table, options: argparse.Namespace, seed: int) -> list[dict[str, float]]:
-    """Returns what the judge says before the first step, after each eighth of the steps."""
+    """Returns what the judge says before the first step and after each eighth of the steps."""
     rng = np.random.default_rng(seed)
     main = Policy(table, options, seed)
     rival = Policy(table, options, seed + 1000) if options.pool == "exploiter" else None

@@ -87,7 +87,8 @@ class _Node:
     returns: float
     """The first player's reward, where the game is over."""
     perfect: list[float] = field(default_factory=list)
-    """Of the children, where somebody is to move: those that keep what the position is worth are as likely."""
+    """Of the children in perfect play, where somebody is to move: alike for those that keep what the position is worth,
+    and 0 for the others."""
 
 
 class Judge:
@@ -102,7 +103,7 @@ class Judge:
         asked: dict[str, tuple[str, ...]] = {}
         if game.has_perfect_information:
             self._add_position(game.spiel.new_initial_state(), {}, asked)
-            self._play_perfectly()
+            self._find_perfect_play()
         else:
             self._add_states(asked)
         self.questions = [Question(prompt=prompt, answers=answers) for prompt, answers in asked.items()]
@@ -186,7 +187,7 @@ class Judge:
         self._nodes.append(_Node(player, prompt, children, chances, returns))
         return known[key]
 
-    def _play_perfectly(self) -> None:
+    def _find_perfect_play(self) -> None:
         """Finds what each position is worth to the first player, where both play best, and the moves that keep it."""
         self._values = self._backwards(lambda node, values: (max, min)[node.player](values))
         for node, worth in zip(self._nodes, self._values, strict=True):
