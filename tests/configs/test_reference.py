@@ -18,6 +18,28 @@ from tools.settings_page import reference
 HERE = Path(__file__).parent
 QUICK_START = [word for role in ("train", "infer", "orch") for word in (f"--{role}", f"{HERE}/quick_start/{role}.yaml")]
 REFERENCE: dict[str, Any] = yaml.safe_load((HERE / "reference.yaml").read_text())
+GIVEN = "the programs share one folder"
+REASONS = {
+    "infer.host": "nobody else should reach a server",
+    "infer.max_loras": "as many as `max_off_policy_steps` 8 can need",
+    "orch.model.name": "a guess would train another model",
+    "orch.rollouts_per_example": "a group of one teaches nothing",
+    "orch.output_dir": GIVEN,
+    "orch.ckpt.interval": "without checkpoints a killed run begins again",
+    "orch.ckpt.keep_last": "`null` would fill the disk",
+    "orch.eval.num_examples": "a large data set would take long",
+    "orch.report_to.project": "the product's own name",
+    "train.sequence_len": "the orchestrator's `seq_len`",
+    "train.learning_rate": "what others take for adapters of 0.5 to 8 billion weights",
+    "train.optimizer": "adapters are small, and 8-bit state is slower",
+    "train.recipe": "fp32 on a CPU, where trainer and server then agree best",
+    "train.gradient_accumulation_steps": "a batch makes one step",
+    "train.per_device_train_batch_size": "a micro-batch is one packed sequence",
+    "train.output_dir": GIVEN,
+    "train.transport_type": "follows `rollout_transport.type`",
+    "train.max_async_level": "follows the orchestrator's",
+}
+"""Why a default is not that of the reference."""
 
 
 def test_the_quick_starts_files_make_one_run_in_the_folder_that_one_of_them_names() -> None:
@@ -54,6 +76,16 @@ def test_what_cannot_be_honoured_says_why_instead_of_naming_another_key(role: st
     [problem] = caught.value.problems
     assert problem.key == given.partition("=")[0]
     assert "did you mean" not in problem.message
+
+
+def test_defaults_are_those_of_the_reference_but_where_there_is_a_reason() -> None:
+    differing = set[str]()
+    for role, keys in yaml.safe_load((HERE / "reference_defaults.yaml").read_text()).items():
+        ours: dict[str, list[Any]] = {}
+        for key, _, value, _ in rows(PROGRAMS[role]):
+            ours.setdefault(key, []).append(yaml.safe_load(value))
+        differing |= {f"{role}.{key}" for key, theirs in keys.items() if theirs not in ("none", *ours[key])}
+    assert differing == REASONS.keys()
 
 
 def test_the_page_is_up_to_date() -> None:
