@@ -28,7 +28,11 @@ def codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_page_tells_of_every_argument_kind_of_file_reward_and_known_data_set() -> None:
-    known = {name for cell in re.findall(r"^\| (.*?) \|", PAGE.text, re.M) for name in in_backticks(cell)}
+    known = {
+        name
+        for cell in re.findall(r"^(?:\| (?=.* \|)|- )(.*?)(?: \||: )", PAGE.text, re.M)
+        for name in in_backticks(cell)
+    }
     assert {*KNOWN, *inspect.signature(Dataset).parameters} - known <= {"path", "subset", "split", "seed"}
     assert all(f"`{suffix}`" in PAGE.text for suffix in set(READERS) - {".ndjson"})
     assert all(f"`{name}`" in PAGE.text or f"`{{{name}:" in PAGE.text for name in (*REWARDS, *PARSERS))

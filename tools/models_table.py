@@ -1,4 +1,4 @@
-"""Prints the tables of docs/models.md: every model type that the trainer takes, by how it computes samples, and those
+"""Prints the lists of docs/models.md: every model type that the trainer takes, by how it computes samples, and those
 that vLLM's build for CPUs does not serve.
 
 python -m tools.models_table
@@ -18,12 +18,11 @@ NOT_SERVED: dict[tuple[str, ...], str] = {
 others agreed with the trainer within 1e-5 nats, in float32 and with an adapter on all linear layers."""
 
 
-def tables() -> str:
-    """Returns the two tables as Markdown."""
-    rows = ["| samples | `model_type` |", "|---|---|"]
-    rows += [f"| packed | {_names(sorted(PACKED))} |", f"| one per row | {_names(sorted(UNPACKED))} |"]
-    rows += ["", "| adapter not served on a CPU | because |", "|---|---|"]
-    rows += [f"| {_names(kinds)} | {reason} |" for kinds, reason in NOT_SERVED.items()]
+def lists() -> str:
+    """Returns the two lists as Markdown."""
+    rows = [f"- packed: {_names(sorted(PACKED))}", f"- one sample per row: {_names(sorted(UNPACKED))}"]
+    rows += ["", "vLLM's build for CPUs does not serve adapters of these:", ""]
+    rows += [f"- {_names(kinds)}: {reason}" for kinds, reason in NOT_SERVED.items()]
     return "\n".join(rows)
 
 
@@ -32,4 +31,4 @@ def _names(kinds: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    print(tables())
+    print(lists())

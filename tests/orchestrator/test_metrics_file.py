@@ -76,8 +76,10 @@ def test_a_step_has_what_was_counted_since_the_step_before() -> None:
 def test_the_pages_tell_what_every_metric_means_and_of_no_other() -> None:
     pages = [(DOCS / f"{name}.md").read_text() for name in ("metrics", "auxiliary_losses", "environments", "servers")]
     groups = "|".join({name.partition("/")[0] for name in NAMES})
-    rows = re.findall(rf"^\| (`(?:{groups})/.*?`) \|", "\n".join(pages), flags=re.M)
-    told = {name for row in rows for name in re.findall("`([^`]+)`", row)}
+    of_lists = rf"^- ((?:`(?:{groups})/[^`]+`,?\s+)*`(?:{groups})/[^`]+`): "
+    of_tables = rf"^\| (`(?:{groups})/.*?`) \|"
+    found = [one for pattern in (of_lists, of_tables) for one in re.findall(pattern, "\n".join(pages), flags=re.M)]
+    told = {name for names in found for name in re.findall("`([^`]+)`", names)}
     for name in told:
         metrics.check_name(name)
     untold = [name for name in NAMES if not any(re.fullmatch(re.sub("[A-Z]+", ".+", name), one) for one in told)]

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.trainer.bench import UNMASKED, Bench
 from tests.trainer.models import CPU, tiny_batch, tiny_policy, with_shared_prompt, write_files
 from tests.trainer.test_attention import one_by_one
-from tools.models_table import tables
+from tools.models_table import lists
 from tools.random_models import make_small, small_config
 
 LENGTHS = (7, 2, 19, 9, 33, 2)
@@ -175,4 +175,4 @@ def test_the_kernels_refuse_what_they_do_not_compute(tmp_path: Path) -> None:
 
 
 def test_the_page_has_every_model_type() -> None:
-    assert tables() in (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert lists() in (Path(__file__).parents[2] / "docs" / "models.md").read_text()
