@@ -4,7 +4,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from grpo.orchestrator.rollouts.clock import in_thread, together
@@ -61,8 +60,8 @@ class Rubric:
     - `extras`: what the episode's `extras` returned,
     - `parsed`: with a `parser`, its `Parsed`: answer, thinking and fields.
 
-    Functions run at the same time, and after them the metrics and the accuracy: async ones on the worker's event loop,
-    plain ones in threads, so that one that blocks stops nobody else.
+    Functions run at the same time: async ones on the event loop, plain ones in threads, so that one that blocks
+    stops nobody else. After them come the metrics and the accuracy, of which plain ones share a thread.
 
     A function of two parameters with other names gets the completion and the example. It returns a finite number, which
     every role that acted gets, or a mapping from role to number; who is not in it gets 0 from this function. A role's
@@ -102,7 +101,14 @@ class Rubric:
         named = {one.name for one in (*reported, self._accuracy) if one.takes is not None and "parsed" in one.takes}
         if named and parser is None:
             raise ValueError(f"{min(named)} takes parsed, and the rubric has no parser; give one, as parser=Parser()")
-        self._others = [one for one in dict.fromkeys([*self._metrics, self._accuracy]) if one not in self._functions]
+        others = [one for one in dict.fromkeys([*self._metrics, self._accuracy]) if one not in self._functions]
+        plain = [one for one in others if not one.is_async]
+        first, then = [[one] for one in self._functions], [*([one] for one in others if one.is_async), plain]
+        if len(first) == len(then) == 1 and not self._functions[0].is_async:  # as in most rubrics: one thread for all
+            first, then = [[*self._functions, *plain]], []
+        self._turns = [[group for group in groups if group] for groups in (first, then)]
+        """Groups of functions that are asked at the same time: async ones alone, plain ones one after another in a
+        thread. A thread for each would cost more than most metrics do."""
 
     async def score(
         self, state: EpisodeState, ctx: RolloutContext, *, extras: Mapping[str, Any] | None = None
@@ -120,7 +126,11 @@ class Rubric:
             known["parsed"] = self.parser.parse(state.last or "")
             known["completion"] = known["parsed"].answer or ""
         acted, roles = state.roles, tuple(ctx.roles)
-        values = await _values(self._functions, known) | await _values(self._others, known)
+        values = dict[_Function, float | dict[str, float]]()
+        for groups in self._turns:
+            asked = [_said(group, known) for group in groups]
+            for said in [await one for one in asked] if len(asked) < 2 else await together(asked):
+                values |= said
         rewards, metrics = dict.fromkeys(acted, 0.0), dict[str, float]()
         for function, weight in zip(self._functions, self._weights, strict=True):
             value = values[function]
@@ -144,13 +154,16 @@ class Rubric:
         return Scores(rewards=rewards, accuracy=accuracy, metrics=metrics)
 
 
-async def _values(
+async def _said(
     functions: "Sequence[_Function]", known: Mapping[str, Any]
 ) -> "dict[_Function, float | dict[str, float]]":
-    """What functions say, all asked at the same time. Where one raises, the others are cancelled."""
-    if len(functions) < 2:  # as in most rubrics: no task for it
-        return {one: await one.value(known) for one in functions}
-    return dict(zip(functions, await together(one.value(known) for one in functions), strict=True))
+    """What an async function says, or plain ones do."""
+    if functions[0].is_async:
+        values = [functions[0].ask(known)]
+    else:
+        values = await in_thread(lambda: [one.ask(known) for one in functions])
+    pairs = zip(functions, values, strict=True)
+    return {one: one.checked(await value if inspect.isawaitable(value) else value) for one, value in pairs}
 
 
 class _Function:
@@ -160,19 +173,18 @@ class _Function:
         self.function = function
         self.name: str = getattr(function, "__name__", type(function).__name__)
         self.takes = _parameters(function, self.name)
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 (of an object that can be called)
         )
 
-    async def value(self, known: Mapping[str, Any]) -> float | dict[str, float]:
-        """What it says, as finite numbers."""
+    def ask(self, known: Mapping[str, Any]) -> Any:
+        """Calls it; what it returns may be awaitable."""
         if self.takes is None:
-            call = partial(self.function, known["completion"], known["example"])
-        else:
-            call = partial(self.function, **{name: known[name] for name in self.takes})
-        value = call() if self._is_async else await in_thread(call)
-        if inspect.isawaitable(value):
-            value = await value
+            return self.function(known["completion"], known["example"])
+        return self.function(**{name: known[name] for name in self.takes})
+
+    def checked(self, value: Any) -> float | dict[str, float]:
+        """What it said, as finite numbers."""
         if isinstance(value, Mapping):
             return {str(key): _finite(f"{self.name} for {key}", one) for key, one in value.items()}
         return _finite(self.name, value)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import gc
 import hashlib
 import logging
 import os
@@ -360,6 +361,8 @@ def serve(address: str, only: str) -> None:
     """Connects to whoever started this process, and serves it until the process ends."""
     start_log(level=logging.WARNING)
     threading.stack_size(STACK_BYTES)
+    gc.freeze()  # what is there stays; looking through it again and again would hold up the loop
+    gc.set_threshold(20_000, 20, 20)  # thousands of rollouts in flight are no garbage either
 
     async def main() -> None:
         socket = open_socket(zmq.DEALER, zmq.asyncio.Context())
