@@ -393,14 +393,17 @@ TRL = {
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the lines of the documentation's lists: the faults by what noticed them, then what TRL has."""
+    """Yields the lines of the documentation: by what noticed them how many faults, with the first, those that others had
+    and those in a share of the rollouts; then what TRL has."""
     known = [fault for fault in FAULTS if fault.name in results]
     for by in dict.fromkeys(results[fault.name]["by"] for fault in known):
-        yield from (f"**{by or 'nothing'}**", "")
-        for fault in (one for one in known if results[one.name]["by"] == by):
+        found = [fault for fault in known if results[fault.name]["by"] == by]
+        yield from (f"**{by or 'nothing'}**: {len(found)}", "")
+        for fault in found:
             promised = steps_promised(fault.share)
             steps = f": noticed in step {results[fault.name]['steps']} of {promised}" if by and promised != 2 else ""
-            yield f"- {fault.about}" + (f" ({fault.elsewhere})" if fault.elsewhere else "") + steps
+            if fault is found[0] or fault.elsewhere or steps:
+                yield f"- {fault.about}" + (f" ({fault.elsewhere})" if fault.elsewhere else "") + steps
         yield ""
     has = Counter(TRL.get(fault.name, "nothing") for fault in known)
     made = sum(fault.name in faults_trl.FAULTS for fault in known)
