@@ -393,7 +393,7 @@ TRL = {
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the lines of the documentation: by what noticed them how many faults, with the first, those that others had
+    """Yields the lines of the documentation: by what noticed them how many faults, the first, those that others had
     and those in a share of the rollouts; then what TRL has."""
     known = [fault for fault in FAULTS if fault.name in results]
     for by in dict.fromkeys(results[fault.name]["by"] for fault in known):
