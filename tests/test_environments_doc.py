@@ -58,6 +58,7 @@ def test_every_block_asserts_something() -> None:
 @pytest.mark.parametrize(
     ("file", "name", "answers", "rewards"),
     [
+        ("guess", "Guess", ["five", "5", "1"], {"policy": 1.0}),
         ("no_echo", "NoEcho", ["leaf", "cup", "pot", "leaf"], {"first": 1.0, "second": -1.0}),
         ("hint", "HintAndSolve", ["17 + 20 first", "43", "33", "43", "42"], {"helper": 0.5}),
         ("longer", "Longer", ["Hello."], {"policy": 1.0}),
@@ -71,6 +72,8 @@ def test_an_environment_that_is_not_played_on_the_page_gives_the_rewards_that_it
     environment = getattr(importlib.import_module(file), name)()
     outcome = asyncio.run(play(environment, environment.dataset("train")[0], answers))
     assert outcome.rewards == rewards
+    if file == "guess":
+        assert outcome.trajectory[0].error.error_kind == "no_number"
     if file == "no_echo":
         asked = environment.dataset("train")[0]["prompt"]
         assert outcome.trajectory[1].messages[-1] == {"role": "user", "content": f"{asked}\n\nleaf"}

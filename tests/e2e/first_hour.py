@@ -18,7 +18,7 @@ from tests.e2e.runs import PROGRAMS
 from tests.pages import Page
 from tests.support import END_S
 
-PAGE = Page("docs/first_run.md")
+PAGE, ENVIRONMENTS = Page("docs/first_run.md"), Page("docs/environments.md")
 NOT_HERE = ("python", "pip ", "hf ")
 """Beginnings of the page's commands that need a network."""
 SMALL = {
@@ -56,8 +56,7 @@ class Desk:
         self.folder.mkdir(parents=True)
         self.model = put_model(self.home / "hub", "Qwen/Qwen3-4B", family)
         put_sums(self.home / "hub", "openai/gsm8k")
-        for name, text in PAGE.files.items():
-            (self.folder / name).write_text(text)
+        (self.folder / "code_word.py").write_text(ENVIRONMENTS.files["code_word.py"])
 
     def type(self, line: str, said: str = "", limit_s: float = END_S) -> Typed:
         """Types a line of the page; `said` goes to standard input."""
