@@ -16,8 +16,8 @@ _HEAD = """# Settings
 Made from the settings models by `python -m tools.settings_page > docs/settings.md`.
 
 A `run.yaml` has shared keys at its top, and below `train`, `infer`, `orch` and `teacher` each program's own, which come
-first. A file for one program has all its keys at the top. `env` at the top stands for `orch.env`; an id alone is
-enough. No file is needed: `grpo --model MODEL --env ENVIRONMENT`.
+first. A file for one program has all its keys at the top, with the shared ones that its `--help` lists. `env` at
+the top stands for `orch.env`; an id alone is enough. No file is needed: `grpo --model MODEL --env ENVIRONMENT`.
 
 Every key is also an option (`grpo quickstart --train.learning_rate 1e-3`, `grpo-train train.yaml --learning_rate
 1e-3`) and an environment variable (`GRPO_TRAIN_LEARNING_RATE=1e-3`, `GRPO_TRAIN_LOSS__ADV_TAU=0`,
@@ -87,8 +87,7 @@ def reference() -> str:
     told = frozenset[Row]()
     for cls in programs:
         same = {key.partition(".")[0] for key, keys in SHARED.items() if f"{cls.role}.{key}" in keys}
-        names = ", ".join(f"`{key}`" for key in sorted(same))
-        about = f"Environment prefix: `{cls.env_prefix}`. A file of its own also has {names}, as above."
+        about = f"Environment prefix: `{cls.env_prefix}`."
         lines += _list(f"grpo-{cls.role}", cls, about, frozenset(same), told)
         told |= frozenset(row for row in rows(cls) if row[0].startswith("ckpt."))
     about = (
