@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -35,7 +36,8 @@ from grpo.transport.weights.store import (
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.02
+POLL_S, LOOK_S = 0.02, 0.5
+"""Seconds between looks for the next version, and for one before that is published again."""
 LOADING = "loading"
 """Why no group starts."""
 
@@ -156,14 +158,16 @@ class Versions:
         ckpt, name, limit_s = self.settings.ckpt, "wait_timeout_s", self.settings.wait_timeout_s
         if version == self.first_version and ckpt.wait_for_weights_timeout is not None:
             name, limit_s = "ckpt.wait_for_weights_timeout", ckpt.wait_for_weights_timeout
+        looked_s = -math.inf
         while (policy := self._reader.poll(version)) is None:
             if self._waited_s(version, earlier_s) > limit_s:
                 raise DeadlineError(
                     f"waited {name} = {limit_s:g} s for the trainer to publish version {version}; see its log"
                 )
             self._trainer.check()
-            if self.sleep is None:
+            if self.sleep is None and time.monotonic() - looked_s > LOOK_S:
                 await self._load_again(version - 1)
+                looked_s = time.monotonic()
             await asyncio.sleep(POLL_S)
         return policy, self._waited_s(version, earlier_s)
 
