@@ -401,11 +401,6 @@ class Ledger:
 
     # --- the database ---
 
-    @property
-    def has_unwritten(self) -> bool:
-        """Whether any change is not in the database yet."""
-        return bool(self._changed or self._queue)
-
     def changes(self) -> Callable[[], None]:
         """Returns a blocking call that writes what has changed until now."""
         self._hand_over()

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack, closing
@@ -197,6 +198,7 @@ async def _train(
             send_timeout_s=settings.wait_timeout_s,
             **settings.rollout_transport.model_dump(),
         )
+        sys.setswitchinterval(0.001)  # seconds; a thread that computes gives the loop its turn
         gc.collect()
         gc.freeze()  # what is there stays; looking through it again and again would hold up the loop
         gc.set_threshold(50_000, 20, 20)  # thousands of rollouts in flight are no garbage either

@@ -44,11 +44,14 @@ class Fates:
         self._expected: dict[int, Expectation] = {}
         """What the gradients of the newest batches must show."""
         self._writing, self._written_s = asyncio.Lock(), 0.0
+        self._num_issued = self._num_written = 0
+        """Groups that were issued, and those of them that the ledger's database has."""
 
     # --- rollouts ---
 
     def issued(self, group: Group) -> None:
         """A group is about to be sampled."""
+        self._num_issued += 1
         if (epoch := group.task.epoch) is not None:
             self.doubles.asked((group.task.env, group.task.index, epoch))
         self.ledger.issued(
@@ -64,11 +67,13 @@ class Fates:
     async def written(self) -> None:
         """Returns when the ledger's database has every rollout that was issued until now. Groups that begin together,
         or within `WRITE_INTERVAL_S` of the transaction before, share one."""
+        num_issued = self._num_issued
         async with self._writing:
-            if self.ledger.has_unwritten:
+            if self._num_written < num_issued:
                 await asyncio.sleep(self._written_s + WRITE_INTERVAL_S - time.monotonic())
+                num_issued = self._num_issued
                 await in_thread(self.ledger.changes())
-                self._written_s = time.monotonic()
+                self._num_written, self._written_s = num_issued, time.monotonic()
 
     def scored(self, result: EpisodeResult) -> None:
         """A rollout has its reward."""
