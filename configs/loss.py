@@ -1,4 +1,4 @@
-"""Settings of the trainer's objective; formulas are in `trainer/loss.py`, a table of the losses in docs/losses.md."""
+"""Settings of the trainer's objective; formulas are in `trainer/loss.py`, the losses by name in docs/losses.md."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
