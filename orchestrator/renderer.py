@@ -21,7 +21,7 @@ from grpo.transport.weights.chat_template import check_arguments
 MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP = 1 << 14, 1 << 12
 """Longer texts and answers are tokenized, and made texts, in a thread: on the event loop all else would wait for it."""
 MAX_CHARACTERS_AT_ONCE = 1 << 12
-"""Shorter texts, which take a millisecond, are tokenized without giving Python's lock to others."""
+"""Texts up to this length take a millisecond at most, and are tokenized without giving Python's lock to others."""
 TEMPLATE_S = 20.0
 """Deadline for the first rendering, its imports included."""
 
@@ -125,17 +125,17 @@ class ChatRenderer:
         return closed, opened
 
     def ids_of(self, text: str) -> list[int]:
-        """Ids of text as it stands; special tokens in it are read as such, none is added. With a plain fast tokenizer
-        other threads run meanwhile where the text is long: `encode` holds Python's lock for seconds a megabyte, and
-        `encode_batch_fast` gives it back, for which the event loop then waits behind other threads."""
-        if self._backend is not None and len(text) <= MAX_CHARACTERS_AT_ONCE:
-            short: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-            return short
-        if self._backend is not None:
+        """Ids of text as it stands; special tokens in it are read as such, none is added. A plain fast tokenizer's
+        `encode` holds Python's lock, for seconds a megabyte. `encode_batch_fast` lets other threads run meanwhile, and
+        then waits until they give the lock back, which holds up the event loop: it is for long texts alone."""
+        if self._backend is None:
+            return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+        if len(text) <= MAX_CHARACTERS_AT_ONCE:
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        else:
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
-            ids: list[int] = encoding.ids
-            return ids
-        return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+        ids: list[int] = encoding.ids
+        return ids
 
     def ids_behind(self, before: str, text: str) -> list[int]:
         """Ids of text as it stands behind another one, because some tokenizers treat the beginning of a text otherwise

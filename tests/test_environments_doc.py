@@ -50,22 +50,25 @@ def test_what_is_asserted_on_the_page_holds(block: Block, folder: Path) -> None:
     exec(compile(block.text, f"docs/environments.md, from line {block.line}", "exec"), {"__name__": "page"})
 
 
-def test_every_block_asserts_something() -> None:
+PLAYED = [
+    ("guess", "Guess", ["five", "5", "1"], {"policy": 1.0}),
+    ("no_echo", "NoEcho", ["leaf", "cup", "pot", "leaf"], {"first": 1.0, "second": -1.0}),
+    ("hint", "HintAndSolve", ["17 + 20 first", "43", "33", "43", "42"], {"helper": 0.5}),
+    ("longer", "Longer", ["Hello."], {"policy": 1.0}),
+    ("longer", "Longer", ["Hi."], {"policy": 0.0}),
+    ("assistant", "Assistant", ["A tea, please."], {"policy": 1.0}),
+]
+"""File, class, answers and rewards of environments that the page does not play."""
+
+
+def test_every_environment_of_the_page_is_played_on_it_or_here() -> None:
+    played = {name for block in PAGE.of("python") for name in re.findall(r"^from (\w+) import", block.text, flags=re.M)}
+    assert {title.removesuffix(".py") for title in ENVIRONMENTS} <= played | {file for file, *_ in PLAYED}
     for block in PAGE.of("python"):
         assert "\nassert " in block.text
 
 
-@pytest.mark.parametrize(
-    ("file", "name", "answers", "rewards"),
-    [
-        ("guess", "Guess", ["five", "5", "1"], {"policy": 1.0}),
-        ("no_echo", "NoEcho", ["leaf", "cup", "pot", "leaf"], {"first": 1.0, "second": -1.0}),
-        ("hint", "HintAndSolve", ["17 + 20 first", "43", "33", "43", "42"], {"helper": 0.5}),
-        ("longer", "Longer", ["Hello."], {"policy": 1.0}),
-        ("longer", "Longer", ["Hi."], {"policy": 0.0}),
-        ("assistant", "Assistant", ["A tea, please."], {"policy": 1.0}),
-    ],
-)
+@pytest.mark.parametrize(("file", "name", "answers", "rewards"), PLAYED)
 def test_an_environment_that_is_not_played_on_the_page_gives_the_rewards_that_it_tells(
     file: str, name: str, answers: list[str], rewards: dict[str, float], folder: Path
 ) -> None:

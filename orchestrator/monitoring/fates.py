@@ -67,13 +67,13 @@ class Fates:
     async def written(self) -> None:
         """Returns when the ledger's database has every rollout that was issued until now. Groups that begin together,
         or within `WRITE_INTERVAL_S` of the transaction before, share one."""
-        num_issued = self._num_issued
+        num_needed = self._num_issued
         async with self._writing:
-            if self._num_written < num_issued:
+            if self._num_written < num_needed:  # else another's transaction has had them meanwhile
                 await asyncio.sleep(self._written_s + WRITE_INTERVAL_S - time.monotonic())
-                num_issued = self._num_issued
+                num_covered = self._num_issued
                 await in_thread(self.ledger.changes())
-                self._num_written, self._written_s = num_issued, time.monotonic()
+                self._num_written, self._written_s = num_covered, time.monotonic()
 
     def scored(self, result: EpisodeResult) -> None:
         """A rollout has its reward."""

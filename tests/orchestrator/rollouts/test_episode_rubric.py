@@ -141,6 +141,27 @@ async def test_functions_run_at_the_same_time_async_ones_and_blocking_ones() -> 
     assert (await score_of(Rubric([waits, blocks, blocks_too]), "x", {})).reward == 3
 
 
+@pytest.mark.parametrize("num_functions", [1, 2])
+async def test_plain_metrics_come_after_the_functions_and_share_a_thread(num_functions: int) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def noting(name: str) -> Any:
+        def note(completion: str) -> float:
+            asked.append((name, threading.get_ident()))
+            return 1.0
+
+        note.__name__ = name
+        return note
+
+    functions = [noting(f"function_{number}") for number in range(num_functions)]
+    rubric = Rubric(functions, metrics=[noting("first"), noting("second")], accuracy=noting("accuracy"))
+    assert (await score_of(rubric, "x", {})).accuracy == 1
+    metrics = asked[num_functions:]
+    assert [name for name, _ in metrics] == ["first", "second", "accuracy"]
+    [thread] = {thread for _, thread in metrics}
+    assert thread != threading.get_ident()
+
+
 async def test_a_function_that_fails_ends_the_others() -> None:
     ended = asyncio.Event()
 

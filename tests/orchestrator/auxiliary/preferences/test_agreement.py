@@ -13,6 +13,7 @@ from grpo.orchestrator.endpoints import EndpointError
     [
         ("x = 5", "x=5", "X=5."),
         ("1,000", "1000", "**1,000**", "1,000!"),
+        ("5 %", "5%"),
         ("5 - 3", "5-3", "5 − 3"),
         ("-3", "- 3", "−3", "*-3*"),
         ("The answer is north.", "the ANSWER is: *north*", '  the answer\nis "north"!'),
@@ -25,7 +26,14 @@ def test_white_space_case_and_marks_of_prose_make_no_difference(same: tuple[str,
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("-3", "3"), ("5 - 3", "5 + 3"), ("1,000", "1 000"), ("2 * 3", "2 3"), ("(1 + 2) * 3", "1 + 2 * 3")],
+    [
+        ("-3", "3"),
+        ("3.5", "35"),
+        ("5 - 3", "5 + 3"),
+        ("1,000", "1 000"),
+        ("2 * 3", "2 3"),
+        ("(1 + 2) * 3", "1 + 2 * 3"),
+    ],
 )
 def test_signs_numbers_and_operators_do(one: str, other: str) -> None:
     assert words(one) != words(other)
