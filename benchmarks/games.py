@@ -16,8 +16,10 @@ the usual optimizer. `uniform` and `pfsp`: 80% of the games are against a snapsh
 
 import argparse
 import json
+import math
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,14 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 GAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "kuhn": (
         "kuhn_poker",
-        {"illegal_reward": -10, "entropy_tau": 0.5, "entropy_tau_end": 0.05, "games": 1024, "steps": 512},
+        {
+            "illegal_reward": -10,
+            "entropy_tau": 0.5,
+            "entropy_tau_end": 0.05,
+            "games": 512,
+            "steps": 320,
+            "lr_scheduler_type": "cosine",
+        },
     ),
     "leduc": ("leduc_poker", {"illegal_reward": -26, "entropy_tau": 2.0, "entropy_tau_end": 0.3}),
     "tictactoe": (
@@ -67,16 +76,22 @@ GAMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ARMS: dict[str, dict[str, Any]] = {
     "annealed": {},
-    "plain": {"entropy_tau": 0, "falls": False, "adam_beta1": 0.9},
-    "uniform": {"entropy_tau": 0, "falls": False, "adam_beta1": 0.9, "pool": "uniform"},
-    "pfsp": {"entropy_tau": 0, "falls": False, "adam_beta1": 0.9, "pool": "pfsp"},
-    "exploiter": {"entropy_tau": 0, "falls": False, "adam_beta1": 0.9, "pool": "exploiter"},
+    "plain": {"entropy_tau": 0, "lr_scheduler_type": "constant", "adam_beta1": 0.9},
+    "uniform": {"entropy_tau": 0, "lr_scheduler_type": "constant", "adam_beta1": 0.9, "pool": "uniform"},
+    "pfsp": {"entropy_tau": 0, "lr_scheduler_type": "constant", "adam_beta1": 0.9, "pool": "pfsp"},
+    "exploiter": {"entropy_tau": 0, "lr_scheduler_type": "constant", "adam_beta1": 0.9, "pool": "exploiter"},
     "annealed_uniform": {"pool": "uniform"},
     "annealed_pfsp": {"pool": "pfsp"},
     "annealed_exploiter": {"pool": "exploiter"},
     "start": {"magnet": "start"},
     "average": {"magnet": "average"},
 }
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda share: 1.0,
+    "linear": lambda share: 1 - share,
+    "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
+}
+"""What is left of the learning rate when a share of the steps is over."""
 CHANCE, OVER = -1, -2
 
 
@@ -196,7 +211,7 @@ class Policy:
         (loss / len(rows)).backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         for optimizer in self.optimizers:
-            optimizer.param_groups[0]["lr"] = options.learning_rate * (1 - share if options.falls else 1.0)
+            optimizer.param_groups[0]["lr"] = options.learning_rate * SCHEDULES[options.lr_scheduler_type](share)
             optimizer.step()
         self.known[:] = np.nan
 
@@ -334,11 +349,11 @@ def main() -> None:
     parser.add_argument("game", choices=list(GAMES))
     parser.add_argument("--arms", default="annealed", help=f"of {', '.join(ARMS)} (annealed)")
     parser.add_argument("--seeds", default="1,2,3", help="one run each (1,2,3)")
-    parser.add_argument("--steps", type=int, default=256, help="256, kuhn and nim: 512, tictactoe: 1024")
-    parser.add_argument("--games", type=int, default=256, help="games of a step (256, kuhn: 1024, nim: 512)")
+    parser.add_argument("--steps", type=int, default=256, help="256, kuhn: 320, nim: 512, tictactoe: 1024")
+    parser.add_argument("--games", type=int, default=256, help="games of a step (256, kuhn and nim: 512)")
     parser.add_argument("--logits", action="store_true", help="train a table of logits, not the model: a second a run")
     parser.add_argument("--learning_rate", type=float, help="default: 1e-3, tictactoe and nim 2e-3; with --logits 0.05")
-    parser.add_argument("--falls", type=json.loads, default=True, help="the learning rate falls to 0 (true)")
+    parser.add_argument("--lr_scheduler_type", choices=SCHEDULES, default="linear", help="linear, kuhn: cosine")
     parser.add_argument("--adam_beta1", type=float, default=0.0)
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon trains all weights")
     parser.add_argument("--lora_rank", type=int, default=16)

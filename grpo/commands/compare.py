@@ -1,23 +1,28 @@
-"""`grpo compare PRESET --arm NAME:KEY=VALUE …`: the same training several times with different settings, one after the
-other, and what the difference is: a table, a picture, and every figure as JSON."""
+"""`grpo compare PRESET --arm NAME:KEY=VALUE …`: the same training several times with different settings, and what the
+difference is: a table, a picture, and every figure as JSON."""
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from grpo.configs.errors import SettingsError
+from grpo.configs.facts import VARIABLE as VISIBLE_GPUS
+from grpo.configs.facts import visible_gpus
 from grpo.configs.run import load_run
 from grpo.deploy.launcher import checked
 from grpo.run import GRPO
 from grpo.run_files import SUMMARY_FILE, read
+from grpo.transport.cores import available_cores
 from grpo.transport.errors import UserError
 from grpo.transport.extras import check_installed
 from grpo.transport.folders import write_atomic
@@ -27,16 +32,23 @@ TAKES_OTHERS = True
 DEFAULT_FOLDER = "outputs/compare"
 COMMANDS_FILE = "commands.json"
 """File in the comparison's folder with the command of each run that was begun, by its folder."""
+POLL_S = 0.2
+"""How often it is looked whether runs have ended."""
 EPILOG = f"""\
 An arm's settings are those of the command, and its own KEY=VALUE, with the keys of grpo's command line. --arm with the
 same name again adds to it; NAME: alone has nothing of its own. All other options are those of grpo, and hold for all
-runs but for arms that have the same key. Arms without a difference are refused. Two comparisons have a name:
+runs but for arms that have the same key. Arms without a difference are refused. Two comparisons have a name,
+and a file can have others:
 
   --arms async       sync: orch.max_async_level=0, async: orch.max_async_level=1
   --arms ablation    full: as configured, with hints and preference pairs; sdpo: without pairs, replay: without hints,
                      baseline: without both (train.loss.alpha_sdpo=0, train.loss.beta_replay=0)
+  --arms FILE.yaml   each arm's settings by their keys, as in  sync: {{orch.max_async_level: 0}}
 
   grpo compare quickstart --arm sync:orch.max_async_level=0 --arm async:orch.max_async_level=1 --steps 40
+
+Runs are made one after the other. With --jobs 2, two at a time: each has half of the machine's cores, as long as that
+is two or more, and half of its GPUs. Comparing times then says less.
 
 Run folders are OUTPUT_DIR/NAME, with --seeds OUTPUT_DIR/NAME/seed_1 and so on. The table goes to standard output, with
 means and standard deviations over the seeds; OUTPUT_DIR/{SUMMARY_FILE} has all figures, curves.png rewards and held-out
@@ -69,9 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:KEY=VALUE",
         help="one setting of an arm; may be repeated",
     )
-    parser.add_argument("--arms", choices=("async", "ablation"), help="a comparison that has a name")
+    help_text = "a comparison that has a name, async or ablation, or a YAML file of arms"
+    parser.add_argument("--arms", metavar="NAME|FILE", help=help_text)
     parser.add_argument("--steps", type=int, metavar="N", help="training steps of each run (max_steps)")
     parser.add_argument("--seeds", type=_seeds, default=(None,), metavar="1,2,3", help="run every arm with each seed")
+    parser.add_argument("--jobs", type=_jobs, default=1, metavar="N", help="so many runs at a time (1)")
     help_text = f"folder for the runs, the table and the pictures ({DEFAULT_FOLDER})"
     parser.add_argument("--output_dir", type=Path, default=Path(DEFAULT_FOLDER), help=help_text)
 
@@ -90,6 +104,12 @@ def _seeds(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def _jobs(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r}: expected a number of runs, as in 2")
+    return int(text)
+
+
 def main(options: argparse.Namespace) -> int:
     """Runs the comparison, and returns the exit code."""
     from grpo.commands.figures import report
@@ -102,10 +122,10 @@ def main(options: argparse.Namespace) -> int:
     if len(others) < len(options.others):
         print("\n".join(shlex.join(("grpo", *run.words)) for run in runs))
         return 0
+    if 0 < (num_gpus := len(visible_gpus(os.environ))) < options.jobs:
+        raise UserError(f"--jobs {options.jobs} on a machine with {num_gpus} GPUs; give each run at least one")
     _check_folders(runs, options.output_dir)
-    for number, run in enumerate(runs, 1):
-        print(f"run {number} of {len(runs)}: {shlex.join(('grpo', *run.words))}", flush=True)
-        _train(run)
+    train(runs, options.jobs)
     report({name: [(run.seed, run.folder) for run in runs if run.arm == name] for name in arms}, options.output_dir)
     return 0
 
@@ -119,11 +139,35 @@ def arms_of(named: str | None, given: Sequence[tuple[str, str]]) -> dict[str, li
     elif named == "ablation":
         no_hints, no_pairs = _without("alpha_sdpo", "sdpo"), _without("beta_replay", "dpo")
         arms = {"baseline": no_hints + no_pairs, "sdpo": no_pairs, "replay": no_hints, "full": []}
+    elif named is not None:
+        arms = _arms_in(Path(named))
     for name, setting in given:
         arms.setdefault(name, []).extend([setting] if setting else [])
     if len(arms) < 2:
         raise UserError(f"{len(arms)} arms; give two or more, as in --arm sync:orch.max_async_level=0, or --arms")
     return arms
+
+
+def _arms_in(path: Path) -> dict[str, list[str]]:
+    """Returns the arms of a YAML file as KEY=VALUE. Raises `UserError`."""
+    import yaml
+
+    try:
+        arms = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise UserError(
+            f"--arms {path}: expected async, ablation or a YAML file; it cannot be read: {error}"
+        ) from error
+    if not isinstance(arms, dict) or not all(
+        str(name).isidentifier() and isinstance(own, dict | None) for name, own in arms.items()
+    ):
+        raise UserError(f"--arms {path}: expected arms with their settings, as in sync: {{orch.max_async_level: 0}}")
+    return {name: [f"{key}={_word(value)}" for key, value in (own or {}).items()] for name, own in arms.items()}
+
+
+def _word(value: object) -> str:
+    """Returns a setting's value as a word of the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _without(weight: str, section: str) -> list[str]:
@@ -196,16 +240,58 @@ def _check_folders(runs: Sequence[Training], folder: Path) -> None:
     write_atomic(path, json.dumps(commands, indent=1).encode() + b"\n")
 
 
-def _train(run: Training) -> None:
-    """Runs `grpo`, which goes on with a run that is there, and passes signals on to it. Exits with its code where it
-    fails."""
-    # A group of its own: Ctrl-C reaches it once, through here.
-    child = subprocess.Popen([*GRPO, *run.words], process_group=0, env={**os.environ, PARENT_VAR: str(os.getpid())})
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda number, _: child.send_signal(number)) for number in numbers}
-    code = child.wait()
+def train(runs: Sequence[Training], jobs: int) -> None:
+    """Runs `grpo` for each, `jobs` at a time, which goes on with a run that is there, and passes signals on to them.
+    Where one fails, ends the others and exits with its code."""
+    waiting, free = [*enumerate(runs, 1)], [*range(jobs)]
+    running: dict[subprocess.Popen[bytes], tuple[Training, int]] = {}
+    code = 0
+
+    def stop(number: int, _: object = None) -> None:
+        nonlocal code
+        code = code or 128 + number
+        for child in running:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    while running or (waiting and not code):
+        while waiting and free and not code:
+            number, run = waiting.pop(0)
+            print(f"run {number} of {len(runs)}: {shlex.join(('grpo', *run.words))}", flush=True)
+            share = free.pop(0)
+            running[_started(run, share, jobs)] = run, share
+        time.sleep(POLL_S)
+        for child in [child for child in running if child.poll() is not None]:
+            run, share = running.pop(child)
+            free.append(share)
+            if child.returncode:
+                print(f"not completed: {run.folder}; the same command goes on with it", file=sys.stderr)
+                if not code:
+                    code = child.returncode if child.returncode > 0 else 128 - child.returncode
+                    stop(signal.SIGTERM)
     for number, handler in before.items():
         signal.signal(number, handler)
     if code:
-        print(f"not completed: {run.folder}; the same command goes on with it", file=sys.stderr)
-        raise SystemExit(code if code > 0 else 128 - code)
+        raise SystemExit(code)
+
+
+def _started(run: Training, share: int, jobs: int) -> subprocess.Popen[bytes]:
+    """Starts a run with its share of the machine. What several would print at a time goes to files beside their
+    folders."""
+    cores, gpus, variables = sorted(os.sched_getaffinity(0)), visible_gpus(os.environ), {PARENT_VAR: str(os.getpid())}
+    num_cores, num_gpus = available_cores() // jobs, len(gpus) // jobs
+    if gpus and jobs > 1:
+        variables[VISIBLE_GPUS] = ",".join(gpus[share * num_gpus : (share + 1) * num_gpus])
+    with contextlib.ExitStack() as stack:
+        output = None
+        if jobs > 1:
+            log = run.folder.with_suffix(".log")
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = stack.enter_context(log.open("ab"))
+            if num_cores >= 2:
+                os.sched_setaffinity(0, cores[share * num_cores : (share + 1) * num_cores])
+                stack.callback(os.sched_setaffinity, 0, cores)
+        # A group of its own: Ctrl-C reaches it once, through here.
+        return subprocess.Popen(
+            [*GRPO, *run.words], process_group=0, env=os.environ | variables, stdout=output, stderr=output
+        )

@@ -1,6 +1,7 @@
 """`grpo compare`: which runs are made, what is measured of them, and what is not made again."""
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from grpo.orchestrator.monitoring.timeline import Timeline
 from grpo.transport.errors import UserError
 
+from grpo.commands import compare
 from grpo.commands.compare import arms_of, planned
 from grpo.commands.figures import measured, report
 from grpo.run import Run
@@ -53,6 +55,67 @@ def test_arms_are_what_was_given_and_named_ones_can_be_added_to() -> None:
     assert list(arms_of("ablation", [])) == ["baseline", "sdpo", "replay", "full"]
     with pytest.raises(UserError):
         arms_of(None, [("a", "x=1")])
+
+
+def test_arms_can_stand_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "arms.yaml").write_text("a: {x.y: 1e-3, z: text}\nb:\n  x: null\n  y: [{k: 1}]\nc:\n")
+    assert arms_of(str(tmp_path / "arms.yaml"), []) == {
+        "a": ["x.y=1e-3", "z=text"],
+        "b": ["x=null", 'y=[{"k": 1}]'],
+        "c": [],
+    }
+    for wrong in ("a: 1", "[a]", "a b: {}", "a: {"):
+        (tmp_path / "arms.yaml").write_text(wrong)
+        with pytest.raises(UserError):
+            arms_of(str(tmp_path / "arms.yaml"), [])
+    with pytest.raises(UserError):
+        arms_of(str(tmp_path / "none.yaml"), [])
+
+
+def test_the_arms_of_games_can_be_honoured(tmp_path: Path) -> None:
+    words = ("compare", "kuhn", "--arms", "configs/kuhn/arms.yaml", "--output_dir", tmp_path, "--dry-run")
+    assert grpo(*words).returncode == 0
+
+
+MEETS = """
+import os, sys, time
+from pathlib import Path
+here = Path(sys.argv[1])
+(here / sys.argv[2]).touch()
+print(os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+until = time.monotonic() + 60
+while len([*here.glob("--seed=*")]) < 2:
+    if time.monotonic() > until:
+        sys.exit(1)
+    time.sleep(0.01)
+"""
+"""A run that ends when another one has begun."""
+
+
+def test_several_runs_at_a_time_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "GRPO", (sys.executable, "-c", MEETS))
+    monkeypatch.setattr(compare, "visible_gpus", lambda _: ("0", "1", "4", "5"))
+    runs = [
+        compare.Training(arm="a", seed=seed, folder=tmp_path / f"a/{seed}", words=(str(tmp_path), f"--seed={seed}"))
+        for seed in (1, 2, 3)
+    ]
+    compare.train(runs, 2)
+    said = [(tmp_path / f"a/{seed}.log").read_text().strip() for seed in (1, 2)]
+    assert said == ["0,1", "4,5"]
+    assert (tmp_path / "--seed=3").exists()
+
+
+def test_where_a_run_fails_the_others_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import sys, time; sys.exit(3) if sys.argv[1] == 'fails' else time.sleep(600)"
+    monkeypatch.setattr(compare, "GRPO", (sys.executable, "-c", script))
+    runs = [
+        compare.Training(arm=what, seed=None, folder=tmp_path / what, words=(what,))
+        for what in ("sleeps", "fails", "waits")
+    ]
+    with pytest.raises(SystemExit) as left:
+        compare.train(runs, 2)
+    assert left.value.code == 3
+    assert not (tmp_path / "waits.log").exists()
 
 
 def test_each_arm_is_run_with_each_seed_in_a_folder_of_its_own() -> None:
@@ -114,6 +177,17 @@ def test_rewards_are_of_the_last_quarter_sums_of_all_steps_and_accuracies_before
     assert (figures["hints given"], figures["cost of teachers"]) == (8.0, 4.0)
     assert (figures["accuracy/e before"], figures["accuracy/e after"]) == (0.25, 0.75)
     assert "loss, last quarter" not in figures
+
+
+def test_the_lowest_quarter_of_many_evaluations_is_a_figure(tmp_path: Path) -> None:
+    folder = finished(tmp_path / "run")
+    assert "accuracy/e, lowest quarter" not in measured(Run(folder))
+    rise = [0.0, 0.5, 0.5, 0.5, 0.1, 0.3, 0.5, 0.5, 0.75]
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        for step, one in enumerate(rise):
+            line = {"progress/step": step, "eval/accuracy/e": one, "eval/failed": 0, "time/evaluate_s": 1.0}
+            metrics.write(json.dumps(line) + "\n")
+    assert measured(Run(folder))["accuracy/e, lowest quarter"] == pytest.approx(0.2)  # (0.1 + 0.3) / 2
 
 
 def test_the_report_has_means_and_deviations_over_seeds_and_curves(
