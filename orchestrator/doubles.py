@@ -4,6 +4,7 @@ answers than their probabilities give (docs/proofs.md)."""
 
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from grpo.orchestrator.rollouts.records import EpisodeResult, walk_all
@@ -29,9 +30,9 @@ class Doubles:
     def __init__(self, asked: Iterable[Example] = (), *, step: int = 0) -> None:
         """`asked`: the examples that earlier processes had in batches, of which `step` is the newest."""
         self._asked, self._step = frozenset(asked), step
-        self._group_of: dict[int, str] = {}
+        self._group_of = OrderedDict[int, str]()
         """The group by seed, of the newest ones."""
-        self._rollout_of: dict[int, str] = {}
+        self._rollout_of = OrderedDict[int, str]()
         """The rollout by mark, of the newest answers."""
         self._equal, self._by_chance = 0.0, 0.0
         """Answers that another one of their group equals, and how many chance gives."""
@@ -62,7 +63,7 @@ class Doubles:
                     self._warn("seed", text)
         for known in (self._group_of, self._rollout_of):
             while len(known) > KEPT:
-                del known[next(iter(known))]
+                known.popitem(last=False)
 
     def batch(self, step: int, groups: Iterable[Sequence[EpisodeResult]]) -> None:
         """Groups leave in a batch."""

@@ -104,7 +104,7 @@ def _ordered(several: Sequence[Mapping[str, float]]) -> list[str]:
 
 def _held_out(evaluations: "pd.DataFrame") -> dict[str, float]:
     """Returns accuracies, rewards and measures of each environment under the first and the last evaluated version, and
-    of eight or more evaluations the mean accuracy of the quarter in which it was lowest, the first one left out."""
+    of eight or more evaluations the mean accuracy of the quarter, after the first one, in which it was lowest."""
     if len(evaluations) < 2:
         return {}
     first, final, num = evaluations.iloc[0].dropna(), evaluations.iloc[-1].dropna(), len(evaluations) // 4
@@ -115,7 +115,7 @@ def _held_out(evaluations: "pd.DataFrame") -> dict[str, float]:
         for when, evaluation in (("before", first), ("after", final))
         if key in evaluation
     } | {
-        f"{key.removeprefix('eval/')}, lowest quarter": float(evaluations[key].iloc[1:].rolling(num).mean().min())
+        f"{key.removeprefix('eval/')}, lowest quarter": float(evaluations[key].iloc[num:].rolling(num).mean().min())
         for key in sorted(final.index)
         if key.startswith("eval/accuracy/") and num > 1
     }

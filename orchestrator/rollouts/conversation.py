@@ -235,14 +235,15 @@ class Conversation:
         """The row goes on where the template writes what stands in it; otherwise all of the conversation is the prompt
         of a new one."""
         if self._next is None:
-            before, text = self._text, self._template.render(self._messages)
-            if self.calls and text.startswith(before) and text.startswith(self._raw, len(before)):
-                renderer, end_id = self._template.renderer, self._end_id
-                ended = "" if end_id is None else renderer.raw_text([end_id])
-                ids = renderer.ids_behind(ended, text[len(before) + len(self._raw) :])
-                self._next = _Next(token_ids=array("i", ids), new_row=False, text=text)
-            elif ids := self._template.renderer.ids_of(text):
-                self._next = _Next(token_ids=array("i", ids), new_row=True, text=text)
+            if self.calls:
+                before, text = self._text, self._template.render(self._messages)
+                goes_on = text.startswith(before) and text.startswith(self._raw, len(before))
+                renderer, written = self._template.renderer, len(before) + len(self._raw)
+                ended = "" if self._end_id is None else renderer.raw_text([self._end_id])
+                ids = array("i", renderer.ids_behind(ended, text[written:]) if goes_on else renderer.ids_of(text))
             else:
+                goes_on, (text, ids) = False, self._template.begin(self._messages)
+            if not (ids or goes_on):
                 raise ValueError("the model's chat template makes nothing of the conversation, expected a prompt")
+            self._next = _Next(token_ids=ids, new_row=not goes_on, text=text)
         return self._next

@@ -4,6 +4,7 @@ User code runs in environment workers; its calls are answered here, and the toke
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -118,7 +119,7 @@ class RolloutEngine:
         self.num_withdrawn = 0
         """Answers that nobody received."""
         self._max_prompt_length = max_prompt_length
-        self._rendered: dict[tuple[tuple[tuple[str, str], ...], ...], list[int]] = {}
+        self._rendered = OrderedDict[tuple[tuple[tuple[str, str], ...], ...], list[int]]()
         """Ids of the newest prompts, which may come again, by their messages."""
         self._turns = asyncio.Semaphore(NUM_TOGETHER)
         self.long_texts = asyncio.Semaphore(NUM_LONG_TEXTS)
@@ -352,7 +353,7 @@ class RolloutEngine:
             ids = self.renderer.prompt_ids(messages)
         self._rendered[texts] = ids
         if len(self._rendered) > NUM_RENDERED:
-            del self._rendered[next(iter(self._rendered))]
+            self._rendered.popitem(last=False)
         return ids
 
     def _taken(

@@ -2,15 +2,19 @@
 
 import functools
 import json
+from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from grpo.orchestrator.renderer import ChatRenderer
+from grpo.orchestrator.renderer import MAX_CHARACTERS_AT_ONCE, ChatRenderer
 
 _PROBE = "probe-of-an-answer"
 MAX_KNOWN = 256
 """Sets of tools whose template is kept: about 2 KiB each."""
+NUM_BEGUN = 512
+"""Beginnings of conversations whose text and ids are kept, where they are short."""
 
 
 class TemplateRefused(ValueError):
@@ -33,6 +37,10 @@ class ChatTemplate:
     """The opening as token ids."""
     end_id: int | None
     """The control token that follows an answer; None where plain text does."""
+    _begun: OrderedDict[object, tuple[str, "array[int]"]] = field(
+        default_factory=OrderedDict, repr=False, compare=False
+    )
+    """Text and ids by messages, those that were asked for last at the end."""
 
     @classmethod
     def of(cls, renderer: ChatRenderer, tools: Sequence[Mapping[str, Any]] | None = None) -> "ChatTemplate":
@@ -67,6 +75,24 @@ class ChatTemplate:
                 f"the model's chat template does not take messages of the roles {roles}: {error}; order them as the "
                 "template expects, or use a model whose template takes them"
             ) from error
+
+    def begin(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, "array[int]"]:
+        """The conversation and the opening of the policy's turn as text, and its ids, which are not to be changed. Many
+        rollouts begin alike, and a game's positions come again and again: what was rendered lately is not rendered
+        anew. Raises TemplateRefused."""
+        key: object = tuple(tuple(message.items()) for message in messages)
+        try:
+            found = self._begun.pop(key, None)
+        except TypeError:  # a list or a mapping in a message
+            key, found = None, None
+        if found is None:
+            text = self.render(messages)
+            found = text, array("i", self.renderer.ids_of(text))
+        if key is not None and len(found[0]) <= MAX_CHARACTERS_AT_ONCE:
+            self._begun[key] = found
+            if len(self._begun) > NUM_BEGUN:
+                self._begun.popitem(last=False)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ ledger and the next batch
 
 import asyncio
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -86,7 +86,7 @@ class Preferences(Hook):
         self._costs = Costs(ceiling=ceiling, spent=kept.get("spent", 0.0))
         self._teachers = [open_api(one, self._costs) for one in settings.teachers]
         self._judge = None if settings.judge is None else open_api(settings.judge, self._costs)
-        self._answers: dict[tuple[str, str], asyncio.Task[Action]] = {}
+        self._answers = OrderedDict[tuple[str, str], asyncio.Task[Action]]()
         """Answers, there already or under way, by teacher and state."""
         self._ready = [(number, pair_record(data)) for number, data in ledger.pairs_waiting(MAX_READY)]
         """Pairs that wait for a batch, with their numbers in the ledger."""
@@ -268,7 +268,7 @@ class Preferences(Hook):
             answer = asyncio.create_task(_action(teacher, messages, tools))
         self._answers[key] = answer  # the last, as it was used last
         while len(self._answers) > MAX_KNOWN and next(iter(self._answers.values())).done():
-            del self._answers[next(iter(self._answers))]
+            self._answers.popitem(last=False)
         return answer
 
     async def _judged(self, one: str, other: str) -> bool:

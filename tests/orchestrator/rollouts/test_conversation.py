@@ -60,6 +60,18 @@ def test_the_text_of_an_answer_has_no_control_tokens_wherever_they_stand(ids: li
     assert (said.plain, said.raw) == ("xy", TEMPLATES["chatml"].renderer.raw_text(ids))
 
 
+def test_conversations_that_begin_alike_are_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered, render = list[object](), ChatRenderer.render
+    monkeypatch.setattr(ChatRenderer, "render", lambda *a, **k: rendered.append(a) or render(*a, **k))
+    first, second, other = begun("chatml", "to be or"), begun("chatml", "to be or"), begun("chatml", "to be")
+    prompt = list(first.prompt_ids())
+    first.answer(completion([*b"not", IM_END]), version=1, temperature=1.0)
+    assert list(second.prompt_ids()) == prompt != list(other.prompt_ids())
+    assert len(rendered) == 2
+    second.answer(completion([*b"yes", IM_END]), version=1, temperature=1.0)
+    assert [list(one.rows()[0].token_ids[-4:-1]) for one in (first, second)] == [[*b"not"], [*b"yes"]]
+
+
 def test_a_row_says_of_every_token_where_it_came_from() -> None:
     conversation = begun("quickstart", "a")
     list(conversation.prompt_ids())
