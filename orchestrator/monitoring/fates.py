@@ -152,13 +152,13 @@ class Fates:
                 others = [one for other in self._expected.values() for one in other.ids if other.ids != batch.ids]
                 finding = sentence(batch.explain(found, others=others))
         self.ledger.received(receipt, finding=finding, expected=fewer, kept=kept)
-        for old in [old for old in self._expected if old <= step - _KEPT_BATCHES]:
-            del self._expected[old]
         return finding
 
     def live(self, proof: CanaryReport, metrics: Mapping[str, float], *, wait_trainer_s: float) -> None:
         """All servers serve a version. `metrics`: the trainer's, of the step that gave it."""
         if (version := proof.version) > 0:
+            for old in [old for old in self._expected if old <= version - _KEPT_BATCHES]:  # receipts or none
+                del self._expected[old]
             self.shipped_at_s.pop(version, None)
             self.ledger.trained(version)
             self.recorder.trained(version, metrics, wait_trainer_s=wait_trainer_s)
