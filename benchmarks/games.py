@@ -36,14 +36,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 GAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "kuhn": (
         "kuhn_poker",
-        {
-            "illegal_reward": -10,
-            "entropy_tau": 0.5,
-            "entropy_tau_end": 0.05,
-            "games": 512,
-            "steps": 320,
-            "lr_scheduler_type": "cosine",
-        },
+        {"illegal_reward": -10, "entropy_tau": 0.5, "entropy_tau_end": 0.05, "games": 1024, "steps": 512},
     ),
     "leduc": ("leduc_poker", {"illegal_reward": -26, "entropy_tau": 2.0, "entropy_tau_end": 0.3}),
     "tictactoe": (
@@ -349,11 +342,11 @@ def main() -> None:
     parser.add_argument("game", choices=list(GAMES))
     parser.add_argument("--arms", default="annealed", help=f"of {', '.join(ARMS)} (annealed)")
     parser.add_argument("--seeds", default="1,2,3", help="one run each (1,2,3)")
-    parser.add_argument("--steps", type=int, default=256, help="256, kuhn: 320, nim: 512, tictactoe: 1024")
-    parser.add_argument("--games", type=int, default=256, help="games of a step (256, kuhn and nim: 512)")
+    parser.add_argument("--steps", type=int, default=256, help="256, kuhn and nim: 512, tictactoe: 1024")
+    parser.add_argument("--games", type=int, default=256, help="games of a step (256, kuhn: 1024, nim: 512)")
     parser.add_argument("--logits", action="store_true", help="train a table of logits, not the model: a second a run")
     parser.add_argument("--learning_rate", type=float, help="default: 1e-3, tictactoe and nim 2e-3; with --logits 0.05")
-    parser.add_argument("--lr_scheduler_type", choices=SCHEDULES, default="linear", help="linear, kuhn: cosine")
+    parser.add_argument("--lr_scheduler_type", choices=SCHEDULES, default="linear", help="linear")
     parser.add_argument("--adam_beta1", type=float, default=0.0)
     parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon trains all weights")
     parser.add_argument("--lora_rank", type=int, default=16)
