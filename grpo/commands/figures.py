@@ -218,6 +218,6 @@ def plot_curves(path: Path, runs: Runs) -> None:
     for axes, title in ((above, "reward, mean of the batch"), (below, "held-out accuracy")):
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)
-        axes.legend()
+    figure.legend(*above.get_legend_handles_labels(), loc="outside right upper")
     below.set_xlabel("step")
     figure.savefig(path)
