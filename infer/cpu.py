@@ -15,30 +15,29 @@ from typing import Any
 import torch
 
 
-def group_rows(slots: Sequence[int]) -> list[tuple[int, slice | torch.Tensor]]:
-    """Returns each adapter slot with its rows: a slice where they are neighbours, else their indices [k] i64. Rows of
-    slot -1 (the base model) are in no group: `group_rows([0, 0, -1, 1])` is `[(0, slice(0, 2)), (1, slice(3, 4))]`."""
-    row_slots = torch.tensor(slots, dtype=torch.int64)
-    groups: list[tuple[int, slice | torch.Tensor]] = []
-    for slot in sorted(set(slots) - {-1}):
-        rows = torch.nonzero(row_slots == slot).flatten()
-        first, last = int(rows[0]), int(rows[-1])
-        groups.append((slot, slice(first, last + 1) if last - first + 1 == rows.numel() else rows))
-    return groups
-
-
 class GroupedLora:
     """Takes the place of vLLM's punica wrapper: adds each row's own adapter to the layer's output."""
 
     def __init__(self) -> None:
-        self.groups: list[tuple[int, slice | torch.Tensor]] = []
+        self._groups: list[tuple[int, slice]] = []
+        """The slot and the rows of each adapter of the step, by the rows' order."""
+        self._order: tuple[torch.Tensor, torch.Tensor] | None = None
+        """[R] i64 the rows adapter by adapter, and [R] i64 where each row then is; None if they come so."""
 
     def update_metadata(self, mapping: Any, lora_index_to_id: Sequence[int | None], *_: Any, **__: Any) -> None:
         """Groups the rows of the coming step. `mapping.index_mapping` [R] are the adapter ids of rows, 0 for none;
         `lora_index_to_id[slot]` is the adapter id in that slot."""
         slot_of_id = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
         slot_of_id[0] = -1
-        self.groups = group_rows([slot_of_id[lora_id] for lora_id in mapping.index_mapping])
+        slots = torch.tensor([slot_of_id[lora_id] for lora_id in mapping.index_mapping], dtype=torch.int64)
+        self._order, (own, counts) = None, slots.unique_consecutive(return_counts=True)
+        if len(own) > len(slots.unique()):
+            slots, order = slots.sort(stable=True)
+            own, counts = slots.unique_consecutive(return_counts=True)
+            self._order = order, order.argsort()
+        ends = counts.cumsum(0)
+        runs = zip(own.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
+        self._groups = [(slot, slice(start, end)) for slot, start, end in runs if slot >= 0]
 
     def add_lora_linear(
         self,
@@ -53,15 +52,16 @@ class GroupedLora:
         """Computes `y[row, slice i] += scale * x[row] @ A_i.T @ B_i.T` with the row's own A [L, 1, r, I] and B
         [L, 1, O_i, r], for y [R, O], x [R, I]."""
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
-        for slot, rows in self.groups:
-            own, start = x[rows], 0
-            for a, b, size in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
-                shrunk, part = scale * (own @ a[slot, 0].T), y[:, start : start + size]
-                if isinstance(rows, slice):
-                    part[rows].addmm_(shrunk, b[slot, 0].T)
-                else:
-                    part.index_add_(0, rows, shrunk @ b[slot, 0].T)
-                start += size
+        output = y
+        if self._order is not None:
+            order, place = self._order
+            output, x = y.index_select(0, order), x.index_select(0, order)
+        for slot, rows in self._groups:
+            own, parts = x[rows], output[rows].split(list(output_slices), dim=1)
+            for a, b, part in zip(lora_a_stacked, lora_b_stacked, parts, strict=True):
+                part.addmm_(own @ a[slot, 0].T, b[slot, 0].T, alpha=scale)
+        if self._order is not None:
+            torch.index_select(output, 0, place, out=y)
 
 
 def install_grouped_lora(model: Any) -> None:
