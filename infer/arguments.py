@@ -27,8 +27,8 @@ ON_CPU: dict[str, Any] = {
     "enforce_eager": True,
     "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 }
-"""Defaults of vLLM's arguments on a CPU; the cache is larger where two of the longest sequences need more. Its blocks are
-the smallest that vLLM's kernel takes: the samples of a group share the whole blocks of their prompt."""
+"""Defaults of vLLM's arguments on a CPU; the cache is larger where two of the longest sequences need more. Its blocks
+are the smallest that vLLM's kernel takes: the samples of a group share the whole blocks of their prompt."""
 
 
 class ArgumentError(ValueError):

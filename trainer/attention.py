@@ -8,23 +8,24 @@ the keyword `layout`, which the model hands through to its attention layers:
 
 - ``grpo_varlen``: torch's variable-length flash attention, for half precision on GPUs. It is one operator, which a
   compiled layer contains. Not yet run on a GPU.
-- ``grpo_padded``: rows of similar length are padded into one [S_b, H, L_q, D] call, anywhere. Layers are compiled
-  around these calls, whose loops depend on the batch.
+- ``grpo_padded``: rows of similar length are padded and computed together, anywhere; on a CPU by matrix products here,
+  twice as fast as torch's own attention. Layers are compiled around it, whose loops depend on the batch.
 
-Both give a run the keys of all that is before it in its sample. The first gathers them. The second, on a CPU, attends
-to them in a call without a mask, and adds the results up by their softmax's sums, as flash attention does with blocks
-of keys (arXiv:2205.14135).
+Both give a run the keys of all that is before it in its sample.
 
 The names must not contain "flash": transformers takes every such name for a kernel of its own to load.
 """
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from grpo.trainer.errors import ModelError
+from grpo.trainer.lm_head import blocks
+from grpo.trainer.matmul import onednn_for_float32
 from grpo.trainer.packing import Buckets, Layout
 from grpo.trainer.supported import check_window
 from torch.autograd.function import once_differentiable
@@ -36,8 +37,9 @@ log = logging.getLogger(__name__)
 VARLEN, PADDED = "grpo_varlen", "grpo_padded"
 _ASKS_FOR_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """torch 2.11 hands fewer heads of keys and values to the same kernels without being told."""
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_LEAST_QUERIES, _MOST_QUERIES, _SCORES = 64, 256, 1 << 20
+"""Queries of a block on a CPU, an eighth of its row's keys within these bounds, and scores of all rows together."""
+_LOG2_E = math.log2(math.e)
 _HOPPER, _BLACKWELL = 9, 10
 """Major compute capabilities of the GPUs that have flash attention 3 and 4."""
 
@@ -114,117 +116,171 @@ class _Repeat(torch.autograd.Function):
 
 
 def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout) -> torch.Tensor:
-    """Attends in one call of torch's attention for each bucket of similar lengths. On a CPU the backward pass takes
-    twice as long in 16-bit types as in float32, which is then both faster and more exact."""
+    """Attends row by row: on a CPU in blocks, 16-bit types in float32, which is faster there and more exact; elsewhere
+    in one call of torch's attention for each bucket of similar lengths."""
     dtype = q.dtype
     if q.device.type == "cpu":
         q, k, v = (tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in (q, k, v))
-        if q.shape[-1] == v.shape[-1]:
-            attended: torch.Tensor = _OfTree.apply(q, k, v, scaling, layout)  # type: ignore[no-untyped-call]
-            return attended.to(dtype)
-    elif (group := q.shape[1] // k.shape[1]) > 1:
+        attended: torch.Tensor = _InBlocks.apply(q, k, v, scaling, layout)  # type: ignore[no-untyped-call]
+        return attended.to(dtype)
+    if (group := q.shape[1] // k.shape[1]) > 1:
         # The GPU's kernel for float32 shares no heads, and what torch takes in its place needs memory for all scores.
         k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
     rows, outputs = layout.rows, []
-    for _, queries, keys, values in _calls(rows, q, k, v):
-        output = torch.nn.functional.scaled_dot_product_attention(
-            queries, keys, values, is_causal=True, scale=scaling, enable_gqa=queries.shape[1] != keys.shape[1]
-        )
+    sizes = [(count, length) for count, length, _ in rows.shapes]
+    for parts in zip(*(_in_rows(one, rows.queries, sizes, 1) for one in (q, k, v)), strict=True):
+        output = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, rows.slot_of).to(dtype)
+    return torch.cat(outputs).index_select(0, rows.slot_of)
 
 
-def _calls(
-    rows: Buckets, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> Iterator[tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yields each bucket's mask with its [S_b, H, L_q, D] queries and [S_b, H, L_k, D] keys and values."""
-    num_queries, num_keys = [n * length for n, length, _ in rows.shapes], [n * length for n, _, length in rows.shapes]
-    taken = _taken(q, rows.queries).split(num_queries), *(_taken(one, rows.keys).split(num_keys) for one in (k, v))
-    for (count, *_), mask, *parts in zip(rows.shapes, rows.masks, *taken, strict=True):
-        queries, keys, values = (_in_rows(part, count) for part in parts)
-        yield mask, queries, keys, values
+def _in_rows(
+    tensor: torch.Tensor, slots: torch.Tensor, sizes: Sequence[tuple[int, int]], groups: int
+) -> Iterator[torch.Tensor]:
+    """Yields [S_b · K, G, L, D] of a tensor [U, H, D] whose heads are K `groups` of G, bucket by bucket; `sizes` are
+    S_b and L."""
+    taken = tensor.flatten(1).index_select(0, slots)
+    for (count, length), part in zip(sizes, taken.split([count * length for count, length in sizes]), strict=True):
+        heads = part.view(count, length, groups, -1, tensor.shape[2])
+        yield heads.permute(0, 2, 3, 1, 4).flatten(0, 1)
 
 
-def _taken(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Returns [P, H, D] of [U, H, D]."""
-    return tensor.flatten(1).index_select(0, slots).view(-1, *tensor.shape[1:])
+def _in_slots(parts: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Returns [P, H · D] of what has the shapes that `_in_rows` yields."""
+    of_heads = [
+        part.unflatten(0, (count, -1)).permute(0, 3, 1, 2, 4) for (count, _), part in zip(sizes, parts, strict=True)
+    ]
+    return torch.cat([part.reshape(part.shape[0] * part.shape[1], -1) for part in of_heads])
 
 
-def _in_rows(part: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns [S_b, H, L, D] of [S_b · L, H, D]."""
-    return part.view(count, -1, *part.shape[1:]).transpose(1, 2)
+class _InBlocks(torch.autograd.Function):
+    """Causal attention on a CPU in blocks of queries, whose scores fit into a cache. As in flash attention
+    (arXiv:2205.14135), the backward pass computes the scores again, and has the softmax by the logarithm of its sum.
 
-
-class _OfTree(torch.autograd.Function):
-    """Attention of `padded` on a CPU, by torch's flash attention, whose backward pass is of one block of keys whatever
-    the others are, given the output and the softmax's sums of all of them."""
+    Exponentials and logarithms have the base 2, which torch computes four times as fast as those of the base e."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout
     ) -> torch.Tensor:
-        output, sums = _attended(layout.runs, q, k, v, scaling)
-        if (before := layout.before) is not None:
-            tokens, (more, more_sums) = before.tokens, _attended(before, q, k, v, scaling)
-            own_sums = sums[tokens]
-            total = torch.logaddexp(own_sums, more_sums)
-            parts = (output[tokens], own_sums), (more, more_sums)
-            output[tokens] = sum(part * (of_part - total).exp_()[..., None] for part, of_part in parts)
-            sums[tokens] = total
-        ctx.save_for_backward(q, k, v, output, sums)
+        rows = layout.runs
+        outputs, sums = list[torch.Tensor](), list[torch.Tensor]()
+        with onednn_for_float32():
+            for inputs in _inputs(rows, q * (scaling * _LOG2_E), k, v):
+                output, log_sum = _attended(*inputs)
+                outputs.append(output)
+                sums.append(log_sum)
+        found = (_in_slots(parts, rows.query_sizes).index_select(0, rows.slot_of) for parts in (outputs, sums))
+        output, log_sum = (one.unflatten(1, (q.shape[1], -1)) for one in found)
+        ctx.save_for_backward(q, k, v, output, log_sum)
         ctx.scaling, ctx.layout = scaling, layout
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, output, sums = ctx.saved_tensors
-        gradients = tuple(torch.zeros_like(one, memory_format=torch.contiguous_format) for one in (q, k, v))
-        for rows in filter(None, (ctx.layout.runs, ctx.layout.before)):
-            _add_gradients(rows, gradients, grad, q, k, v, output, sums, ctx.scaling)
-        return *gradients, None, None
+        q, k, v, output, log_sum = ctx.saved_tensors
+        rows: Buckets = ctx.layout.runs
+        sizes, groups = rows.query_sizes, k.shape[1]
+        # Slots that are padding have a gradient of 0.
+        both = torch.cat([grad, torch.linalg.vecdot(grad, output)[..., None]], dim=2)
+        of_slots = both.new_zeros(len(rows.queries), *both.shape[1:]).index_copy_(0, rows.slot_of, both)
+        every_slot = torch.arange(len(of_slots))
+        more = _in_rows(of_slots, every_slot, sizes, groups), _in_rows(log_sum, rows.queries, sizes, groups)
+        found: list[list[torch.Tensor]] = [[], [], []]
+        with onednn_for_float32():
+            inputs = _inputs(rows, q * (ctx.scaling * _LOG2_E), k, v)
+            for own, of_output, sums in zip(inputs, *more, strict=True):
+                for whole, part in zip(
+                    found, _gradients(*own, of_output[..., :-1], of_output[..., -1:], sums), strict=True
+                ):
+                    whole.append(part)
+        grad_q = _in_slots(found[0], sizes).index_select(0, rows.slot_of).mul_(ctx.scaling).view_as(q)
+        grads = [grad_q]
+        for one, parts in zip((k, v), found[1:], strict=True):
+            of_keys = _in_slots([part[:, None] for part in parts], rows.key_sizes)
+            if rows.repeats:
+                total = torch.zeros_like(one, memory_format=torch.contiguous_format).flatten(1)
+                grads.append(total.index_add_(0, rows.keys, of_keys).view_as(one))
+            else:
+                grads.append(of_keys.index_select(0, rows.slot_of).view_as(one))
+        return *grads, None, None
+
+
+_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""One bucket's [B, G, L_q, D] queries, scaled for the base 2, [B, L_k, D] keys, [B, L_k, D'] values and [B, 1, L_k]
+mask; B are its rows' groups of heads."""
+
+
+def _inputs(rows: Buckets, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[_Inputs]:
+    groups = k.shape[1]
+    taken = (_in_rows(one, rows.keys, rows.key_sizes, groups) for one in (k, v))
+    for mask, queries, keys, values in zip(
+        rows.masks, _in_rows(q, rows.queries, rows.query_sizes, groups), *taken, strict=True
+    ):
+        yield queries, keys[:, 0], values[:, 0], None if mask is None else mask.repeat_interleave(groups, 0)
+
+
+def _blocks(q: torch.Tensor, num_keys: int) -> Iterator[tuple[slice, slice, int]]:
+    """Yields the rows and queries of each block, and how many keys they attend to."""
+    num_rows, group, num_queries, _ = q.shape
+    size = min(_MOST_QUERIES, max(_LEAST_QUERIES, num_keys // 8))
+    together = max(1, _SCORES // (group * min(size, num_queries) * num_keys))
+    for rows in blocks(num_rows, together):
+        for queries in blocks(num_queries, size):
+            yield rows, queries, num_keys - num_queries + queries.stop
+
+
+def _scores(own: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, num_queries: int) -> torch.Tensor:
+    """Returns [b, G · n, keys] of queries [b, G · n, D], the last n of these keys."""
+    scores = torch.bmm(own, k.transpose(1, 2))
+    if mask is not None:
+        scores.add_(mask)
+    future = torch.full((num_queries, num_queries), -torch.inf, dtype=own.dtype).triu_(1)
+    scores.unflatten(1, (-1, num_queries))[..., -num_queries:].add_(future)
+    return scores
 
 
 def _attended(
-    rows: Buckets, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [N, H, D] the results of the tokens that have queries in these rows, and [N, H] the logarithms of their
-    softmax's sums."""
-    outputs, sums = [], []
-    for mask, *inputs in _calls(rows, q, k, v):
-        options = {"is_causal": rows.tokens is None, "scale": scaling}
-        output, sum_ = _FLASH(*inputs, attn_mask=None if mask is None else mask.to(q.dtype), **options)
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
-        sums.append(sum_.transpose(1, 2).flatten(0, 1))
-    return _taken(torch.cat(outputs), rows.slot_of), torch.cat(sums).index_select(0, rows.slot_of)
+    """Returns [B, G, L_q, D'] and [B, G, L_q, 1] the logarithms of the softmax's sums."""
+    output, log_sum = q.new_empty(*q.shape[:3], v.shape[2]), q.new_empty(*q.shape[:3], 1)
+    for rows, queries, num_keys in _blocks(q, k.shape[1]):
+        own = q[rows, :, queries]
+        seen = None if mask is None else mask[rows, :, :num_keys]
+        scores = _scores(own.flatten(1, 2), k[rows, :num_keys], seen, own.shape[2])
+        largest = scores.amax(-1, keepdim=True)
+        total = scores.sub_(largest).exp2_().sum(-1, keepdim=True)
+        attended = torch.bmm(scores, v[rows, :num_keys]).div_(total)
+        output[rows, :, queries] = attended.unflatten(1, own.shape[1:3])
+        log_sum[rows, :, queries] = largest.add_(total.log2_()).unflatten(1, own.shape[1:3])
+    return output, log_sum
 
 
-def _add_gradients(rows: Buckets, gradients: Sequence[torch.Tensor], grad: torch.Tensor, *inputs: Any) -> None:
-    """Adds to the gradients [U, H, D] of queries, keys and values what they have from these rows."""
-    q, k, v, output, sums, scaling = inputs
-    # Slots that are padding, or of a token that has another slot, have a gradient of 0.
-    own = grad if rows.tokens is None else _taken(grad, rows.tokens)
-    of_slots = grad.new_zeros(len(rows.queries), *grad.shape[1:]).index_copy_(0, rows.slot_of, own)
-    num_queries = [n * length for n, length, _ in rows.shapes]
-    more = (of_slots, _taken(output, rows.queries), sums.index_select(0, rows.queries))
-    parts = zip(rows.shapes, _calls(rows, q, k, v), *(one.split(num_queries) for one in more), strict=True)
-    found: list[list[torch.Tensor]] = [[], [], []]
-    for (count, *_), (mask, *qkv), *slots in parts:
-        of_output, own_output, own_sums = (_in_rows(one, count) for one in slots)
-        computed = _FLASH_BACKWARD(
-            *(of_output, *qkv, own_output, own_sums, 0.0, rows.tokens is None),
-            attn_mask=None if mask is None else mask.to(q.dtype),
-            scale=scaling,
-        )
-        for whole, part in zip(found, computed, strict=True):
-            whole.append(part.transpose(1, 2).flatten(0, 1))
-    for total, one, is_queries in zip(gradients, map(torch.cat, found), (True, False, False), strict=True):
-        if rows.repeats and not is_queries:
-            total.index_add_(0, rows.keys, one)
-        elif rows.tokens is None:
-            total.add_(_taken(one, rows.slot_of))
-        else:
-            total.index_add_(0, rows.tokens, _taken(one, rows.slot_of))
+def _gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    grad: torch.Tensor,
+    grad_dot: torch.Tensor,
+    log_sum: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of queries [B, G, L_q, D], but for the scaling, keys and values, from `grad` [B, G, L_q,
+    D'] of the output and its product with the output, `grad_dot` [B, G, L_q, 1]."""
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for rows, queries, num_keys in _blocks(q, k.shape[1]):
+        own, of_output, dot, sums = (one[rows, :, queries].flatten(1, 2) for one in (q, grad, grad_dot, log_sum))
+        seen = None if mask is None else mask[rows, :, :num_keys]
+        keys, values = k[rows, :num_keys], v[rows, :num_keys]
+        num = queries.stop - queries.start
+        probs = _scores(own, keys, seen, num).sub_(sums).exp2_()
+        grad_v[rows, :num_keys].baddbmm_(probs.transpose(1, 2), of_output)
+        of_scores = torch.bmm(of_output, values.transpose(1, 2)).sub_(dot).mul_(probs)
+        grad_q[rows, :, queries] = torch.bmm(of_scores, keys).unflatten(1, (-1, num))
+        grad_k[rows, :num_keys].baddbmm_(of_scores.transpose(1, 2), own, alpha=1 / _LOG2_E)
+    return grad_q, grad_k, grad_v
 
 
 KERNELS: dict[str, Kernel] = {VARLEN: varlen, PADDED: torch.compiler.disable(padded)}

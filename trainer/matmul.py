@@ -9,7 +9,8 @@ No function here is differentiable: they are used inside autograd functions.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -77,6 +78,31 @@ def by_rows(multiply: Product, x: torch.Tensor, weight: torch.Tensor, sizes: Seq
     if len(together) == 1:
         return multiply(x, weight)
     return torch.cat([multiply(rows, weight) for rows in x.split(together)])
+
+
+@contextmanager
+def onednn_for_float32() -> Iterator[None]:
+    """Lets torch multiply batches of float32 matrices on a CPU by oneDNN within the block, where that is exact."""
+    precision = torch.backends.mkldnn.matmul
+    before = precision.fp32_precision
+    if _is_exact_by_onednn():
+        precision.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        precision.fp32_precision = before
+
+
+@functools.cache
+def _is_exact_by_onednn() -> bool:
+    """Whether oneDNN multiplies float32 matrices in float32 where torch lets it use bfloat16, without which torch does
+    not ask it. Only processors with instructions for whole tiles make use of that."""
+    exact, fine = torch.backends.mkldnn.matmul.fp32_precision, torch.full((2, 128, 128), 1 + 2.0**-20)
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        return torch.equal(torch.bmm(fine, torch.eye(128).expand(2, -1, -1)), fine)
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = exact
 
 
 def _lacks_kernels(left: torch.Tensor, right: torch.Tensor) -> bool:

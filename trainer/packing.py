@@ -20,6 +20,8 @@ from grpo.transport.records import Bool, Float32, Int32, MicroBatch
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
+_LOW = np.float32(-1e30)
+"""Added to a score that counts for nothing. A row that is padding alone has no finite result with -inf."""
 _BUCKET_SPAN = 0.8
 _BUCKET_SLACK = 16
 """A bucket takes lengths down to 0.8 of its longest, or to 16 tokens less where that is lower: few calls, few gaps."""
@@ -27,28 +29,35 @@ _BUCKET_SLACK = 16
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Rows of similar length, padded on the right to the longest. Right padding is exact under a causal mask: no real
-    token attends to what comes after it. Its cost grows with Σ L² of the rows and not with T².
+    """Rows of similar length, padded to the longest. The cost of attention grows with Σ L² of the rows and not with T².
 
-    Example: rows of [2, 3] tokens with nothing in common are one bucket of shape (2, 3, 3), longest first: queries and
-    keys [2, 3, 4, 0, 1, 1], where the second 1 is padding, and slot_of [3, 4, 0, 1, 2].
+    Example: rows of [2, 3] tokens with nothing in common, padded on the right, are one bucket of shape (2, 3, 3),
+    longest first: queries and keys [2, 3, 4, 0, 1, 1], where the second 1 is padding, and slot_of [3, 4, 0, 1, 2].
     """
 
     queries: torch.Tensor
-    """[P] i64 the computed token in each slot; padding repeats the row's last token."""
+    """[P] i64 the computed token in each slot; padding repeats the row's token beside it."""
     keys: torch.Tensor
-    """[P] i64 the same for keys, of which a row has as many as queries where it attends to itself."""
-    tokens: torch.Tensor | None
-    """[N] i64 the computed tokens that have a slot; None: all [U]."""
+    """[P'] i64 the same for keys, of which a row has at least as many as queries."""
     slot_of: torch.Tensor
-    """[N] i64 the slot of each (one of them where samples share it)."""
+    """[U] i64 the slot of each computed token among the queries (one of them where samples share it)."""
     shapes: tuple[tuple[int, int, int], ...]
     """(S_b, L_q, L_k) of each bucket, in the order of the slots."""
     masks: tuple[torch.Tensor | None, ...]
-    """[S_b, 1, 1, L_k] f32 of each bucket, -inf at keys that are padding, if its rows attend to others; None where no
-    key is."""
+    """[S_b, 1, L_k] f32 of each bucket padded on the left, so low at keys that are padding that they count for nothing;
+    None where no key is, or on the right."""
     repeats: bool
     """True if a computed token is in several rows' keys."""
+
+    @property
+    def query_sizes(self) -> list[tuple[int, int]]:
+        """S_b and L_q of each bucket."""
+        return [(count, num_queries) for count, num_queries, _ in self.shapes]
+
+    @property
+    def key_sizes(self) -> list[tuple[int, int]]:
+        """S_b and L_k of each bucket."""
+        return [(count, num_keys) for count, _, num_keys in self.shapes]
 
 
 class Layout:
@@ -100,107 +109,76 @@ class Layout:
 
     @cached_property
     def rows(self) -> Buckets:
-        """Whole samples as padded rows, but for those that others begin with; made when first asked for."""
+        """Whole samples as rows that are padded on the right, which is exact under a causal mask: no real token attends
+        to what comes after it. Those that others begin with are left out. Made when first asked for."""
         if self._parts:
             return self._joined([part.rows for part in self._parts])
-        return self._causal(np.zeros_like(self._starts))
+        has_run = self._runs > 0
+        starts, lengths = self._starts[has_run], self._lengths[has_run]
+        order, shapes, widths, _ = _in_buckets(lengths, lengths)
+        places, real = _slots(starts[order], lengths[order], widths, left=False)
+        slot_of = np.empty(len(self._inverse), np.int64)
+        slot_of[places[real]] = real
+        repeats = len(real) > len(self._unique)
+        return self._made(self._inverse[places], None, slot_of[self._unique], shapes, repeats=repeats)
 
     @cached_property
     def runs(self) -> Buckets:
-        """The samples as padded rows, of those that `before` has what comes after it; made when first asked for."""
-        if not self._is_split.any():
-            return self.rows
+        """The samples' runs as rows of queries, with the whole samples as their keys. Both are padded on the left, so
+        that each query attends to as many keys as its row's last one, less the queries after it. Made when first asked
+        for."""
         if self._parts:
             return self._joined([part.runs for part in self._parts])
-        return self._causal(np.where(self._is_split, self._lengths - self._runs, 0))
+        has_run = self._runs > 0
+        starts, lengths, runs = self._starts[has_run], self._lengths[has_run], self._runs[has_run]
+        order, shapes, query_widths, key_widths = _in_buckets(lengths, runs)
+        firsts = np.cumsum(runs) - runs
+        queries, real = _slots(firsts[order], runs[order], query_widths, left=True)
+        slot_of = np.empty(len(self._unique), np.int64)
+        slot_of[queries[real]] = real
+        if not self.shares:
+            return self._made(queries, None, slot_of, shapes, self._masks(lengths[order], shapes))
+        places, _ = _slots(starts[order], lengths[order], key_widths, left=True)
+        masks = self._masks(lengths[order], shapes)
+        return self._made(queries, self._inverse[places], slot_of, shapes, masks, repeats=True)
 
-    @cached_property
-    def before(self) -> Buckets | None:
-        """The runs that attend to what is before them apart from themselves, one row for all that fork at one place,
-        with the tokens up to there as keys; None without such runs."""
-        if not self._is_split.any():
-            return None
-        if self._parts:
-            return self._joined([part.before for part in self._parts])
-        split = np.flatnonzero(self._is_split)
-        forks = self._starts[split] + self._lengths[split] - self._runs[split]
-        by_place = np.argsort(self._inverse[forks - 1], kind="stable")
-        split, forks = split[by_place], forks[by_place]
-        _, firsts = np.unique(self._inverse[forks - 1], return_index=True)
-        ends = np.cumsum(self._runs)
-        queries = np.concatenate([np.arange(ends[sample] - self._runs[sample], ends[sample]) for sample in split])
-        counts = np.add.reduceat(self._runs[split], firsts)
-        return self._bucketed(
-            *(queries, np.cumsum(counts) - counts, counts, np.arange(len(queries))),
-            *(self._starts[split[firsts]], forks[firsts] - self._starts[split[firsts]]),
-            tokens=queries,
+    def _made(
+        self,
+        queries: Indices,
+        keys: Indices | None,
+        slot_of: Indices,
+        shapes: tuple[tuple[int, int, int], ...],
+        masks: tuple[torch.Tensor | None, ...] | None = None,
+        *,
+        repeats: bool = False,
+    ) -> Buckets:
+        """Moves the rows to the device. `keys`: None if they are the queries."""
+        taken = to_device(queries, self._device)
+        of_keys = taken if keys is None else to_device(keys, self._device)
+        return Buckets(
+            taken, of_keys, to_device(slot_of, self._device), shapes, masks or (None,) * len(shapes), repeats
         )
 
-    @cached_property
-    def _is_split(self) -> NDArray[np.bool_]:
-        """[S] whose run attends to what is before it apart from itself. Of L tokens that share F, a row of all of them
-        has L² / 2 scores, and F² / 2 less so: not worth another pass unless F is more than half."""
-        return (self._runs > 0) & (2 * self._runs < self._lengths)
+    def _masks(self, lengths: Indices, shapes: Sequence[tuple[int, int, int]]) -> tuple[torch.Tensor | None, ...]:
+        """Returns the masks of rows of these lengths, padded on the left."""
+        ends = np.cumsum([count for count, *_ in shapes])
+        masks = list[torch.Tensor | None]()
+        for (count, _, width), end in zip(shapes, ends, strict=True):
+            is_padding = np.arange(width) < width - lengths[end - count : end, None]
+            low = np.where(is_padding, _LOW, np.float32(0))[:, None]
+            masks.append(to_device(low, self._device) if is_padding.any() else None)
+        return tuple(masks)
 
-    def _causal(self, begins: Indices) -> Buckets:
-        """Returns samples from these tokens on as rows that attend to themselves."""
-        chosen = self._runs > 0
-        starts, lengths = (self._starts + begins)[chosen], (self._lengths - begins)[chosen]
-        return self._bucketed(self._inverse, starts, lengths, self._unique)
-
-    def _bucketed(
-        self,
-        source: Indices,
-        starts: Indices,
-        lengths: Indices,
-        wanted: Indices,
-        key_starts: Indices | None = None,
-        key_lengths: Indices | None = None,
-        *,
-        tokens: Indices | None = None,
-    ) -> Buckets:
-        """Returns rows of `lengths` [R] tokens of `source` from `starts` [R] on, which attend to themselves or to other
-        packed tokens. `wanted` [N] are the places in `source` whose slots are asked for."""
-        of_keys = lengths if key_lengths is None else key_lengths
-        buckets = [inner for outer in _alike(of_keys, np.arange(len(lengths))) for inner in _alike(lengths, outer)]
-        buckets.sort(key=lambda rows: (of_keys[rows].max(), lengths[rows].max()), reverse=True)
-        shapes = tuple((len(rows), int(lengths[rows].max()), int(of_keys[rows].max())) for rows in buckets)
-        order, counts = np.concatenate(buckets), [count for count, _, _ in shapes]
-        places, real = _slots(starts[order], lengths[order], np.repeat([length for _, length, _ in shapes], counts))
-        slot_of = np.empty(len(source), dtype=np.int64)
-        slot_of[places[real]] = real
-        queries = keys = to_device(source[places], self._device)
-        masks: list[torch.Tensor | None] = [None] * len(shapes)
-        if key_starts is not None and key_lengths is not None:
-            widths = np.repeat([length for _, _, length in shapes], counts)
-            keys = to_device(self._inverse[_slots(key_starts[order], key_lengths[order], widths)[0]], self._device)
-            masks = [self._mask(key_lengths[rows]) for rows in buckets]
-        repeats = tokens is not None or len(real) > len(wanted)
-        slots = to_device(slot_of[wanted], self._device)
-        with_slots = None if tokens is None else to_device(tokens, self._device)
-        return Buckets(queries, keys, with_slots, slots, shapes, tuple(masks), repeats)
-
-    def _mask(self, lengths: Indices) -> torch.Tensor | None:
-        if (lengths == lengths[0]).all():
-            return None
-        is_padding = np.arange(lengths.max()) >= lengths[:, None]
-        return to_device(np.where(is_padding, -np.inf, 0.0).astype(np.float32)[:, None, None], self._device)
-
-    def _joined(self, parts: Sequence[Buckets | None]) -> Buckets:
+    def _joined(self, parts: Sequence[Buckets]) -> Buckets:
         """Returns the parts' rows, longest first; buckets of the same shape without masks are one."""
         pieces = list[tuple[tuple[int, int, int], torch.Tensor | None, torch.Tensor, torch.Tensor]]()
-        tokens, slot_of, num_slots, first = list[torch.Tensor](), list[torch.Tensor](), 0, 0
+        slot_of, num_slots, first = list[torch.Tensor](), 0, 0
         for part, layout in zip(parts, self._parts, strict=True):
-            if part is not None:
-                sizes = ([n * q for n, q, _ in part.shapes], [n * k for n, _, k in part.shapes])
-                both = ((part.queries + first).split(sizes[0]), (part.keys + first).split(sizes[1]))
-                pieces += zip(part.shapes, part.masks, *both, strict=True)
-                tokens.append(
-                    torch.arange(len(layout.unique), device=self._device) if part.tokens is None else part.tokens
-                )
-                tokens[-1] = tokens[-1] + first
-                slot_of.append(part.slot_of + num_slots)
-                num_slots += len(part.queries)
+            sizes = ([n * q for n, q, _ in part.shapes], [n * k for n, _, k in part.shapes])
+            both = ((part.queries + first).split(sizes[0]), (part.keys + first).split(sizes[1]))
+            pieces += zip(part.shapes, part.masks, *both, strict=True)
+            slot_of.append(part.slot_of + num_slots)
+            num_slots += len(part.queries)
             first += len(layout.unique)
         order = sorted(range(len(pieces)), key=lambda one: pieces[one][0][:0:-1], reverse=True)
         starts = np.cumsum([0, *(len(queries) for _, _, queries, _ in pieces)])
@@ -215,16 +193,8 @@ class Layout:
                 shapes.append(shape)
                 masks.append(mask)
         queries, keys = (torch.cat([pieces[one][place] for one in order]) for place in (2, 3))  # type: ignore[misc]
-        every = all(part is not None and part.tokens is None for part in parts)
-        return Buckets(
-            queries,
-            keys,
-            None if every else torch.cat(tokens),
-            new_slot[torch.cat(slot_of)],
-            tuple(shapes),
-            tuple(masks),
-            any(part.repeats for part in parts if part is not None),
-        )
+        repeats = any(part.repeats for part in parts)
+        return Buckets(queries, keys, new_slot[torch.cat(slot_of)], tuple(shapes), tuple(masks), repeats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,6 +367,16 @@ def _distinct(before: Indices, targets: Indices, temperatures: Float32) -> tuple
     return None if len(first) == len(keys) else (first, same)
 
 
+def _in_buckets(lengths: Indices, runs: Indices) -> tuple[Indices, tuple[tuple[int, int, int], ...], Indices, Indices]:
+    """Divides rows of `runs` [R] queries and `lengths` [R] keys into buckets, longest first. Returns the order of the
+    rows, the buckets' shapes, and by that order the width of each row's queries and keys."""
+    buckets = [inner for outer in _alike(lengths, np.arange(len(lengths))) for inner in _alike(runs, outer)]
+    buckets.sort(key=lambda rows: (lengths[rows].max(), runs[rows].max()), reverse=True)
+    shapes = tuple((len(rows), int(runs[rows].max()), int(lengths[rows].max())) for rows in buckets)
+    counts, query_widths, key_widths = zip(*shapes, strict=True)
+    return np.concatenate(buckets), shapes, np.repeat(query_widths, counts), np.repeat(key_widths, counts)
+
+
 def _alike(lengths: Indices, rows: Indices) -> list[Indices]:
     """Returns the rows by buckets, longest first, that each take rows of similar length."""
     rows = rows[np.argsort(-lengths[rows], kind="stable")]
@@ -410,8 +390,11 @@ def _alike(lengths: Indices, rows: Indices) -> list[Indices]:
     return buckets
 
 
-def _slots(starts: Indices, lengths: Indices, widths: Indices) -> tuple[Indices, Indices]:
-    """Returns the place in each slot of rows that are padded to `widths`, and the slots that are not padding."""
+def _slots(starts: Indices, lengths: Indices, widths: Indices, *, left: bool) -> tuple[Indices, Indices]:
+    """Returns the place in each slot of rows that are padded to `widths`, on the left or the right, and the slots that
+    are not padding."""
     offsets = np.arange(widths.sum()) - np.repeat(np.cumsum(widths) - widths, widths)
+    if left:
+        offsets -= np.repeat(widths - lengths, widths)
     starts, lengths = np.repeat(starts, widths), np.repeat(lengths, widths)
-    return starts + np.minimum(offsets, lengths - 1), np.flatnonzero(offsets < lengths)
+    return starts + np.clip(offsets, 0, lengths - 1), np.flatnonzero((offsets >= 0) & (offsets < lengths))

@@ -308,7 +308,7 @@ def test_vllms_own_arguments_pass_through_its_parser_and_what_it_does_not_know_i
     assert (args.max_num_seqs, args.enable_chunked_prefill, args.stream_interval) == (4, False, 2)
     assert args.speculative_config == drafting
     assert (args.max_num_batched_tokens, args.enable_lora, args.logprobs_mode) == (2048, True, "processed_logprobs")
-    assert arguments().max_num_seqs == 64
+    assert arguments().max_num_seqs == 256
     assert arguments(chat_template_kwargs={"enable_thinking": False}).default_chat_template_kwargs == {
         "enable_thinking": False
     }

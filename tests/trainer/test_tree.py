@@ -131,8 +131,8 @@ def test_random_trees_have_what_is_hard() -> None:
     batches = [tree_batch(seed) for seed in range(12)]
     packs = [packed_tokens(batch, CPU) for batch in batches]
     layouts: list[Layout] = [pack.layout for pack in packs]
-    assert any(layout.before is not None and max(n for n, *_ in layout.before.shapes) > 1 for layout in layouts)
-    assert any(mask is not None for layout in layouts if layout.before for mask in layout.before.masks)
+    assert any(count > 1 and num < num_keys for layout in layouts for count, num, num_keys in layout.runs.shapes)
+    assert any(mask is not None for layout in layouts for mask in layout.runs.masks)
     assert any(
         len(layout.boundaries) - 1 < len(batch.rollout_ids) for layout, batch in zip(layouts, batches, strict=True)
     )
