@@ -20,7 +20,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from grpo.trainer.errors import ModelError
@@ -118,143 +118,160 @@ class _Repeat(torch.autograd.Function):
 def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout) -> torch.Tensor:
     """Attends row by row: on a CPU in blocks, 16-bit types in float32, which is faster there and more exact; elsewhere
     in one call of torch's attention for each bucket of similar lengths."""
-    dtype = q.dtype
     if q.device.type == "cpu":
-        q, k, v = (tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in (q, k, v))
         attended: torch.Tensor = _InBlocks.apply(q, k, v, scaling, layout)  # type: ignore[no-untyped-call]
-        return attended.to(dtype)
+        return attended
     if (group := q.shape[1] // k.shape[1]) > 1:
         # The GPU's kernel for float32 shares no heads, and what torch takes in its place needs memory for all scores.
         k, v = (tensor.repeat_interleave(group, dim=1) for tensor in (k, v))
     rows, outputs = layout.rows, []
-    sizes = [(count, length) for count, length, _ in rows.shapes]
-    for parts in zip(*(_in_rows(one, rows.queries, sizes, 1) for one in (q, k, v)), strict=True):
-        output = torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling)
+    sizes = [count * length for count, length in rows.query_sizes]
+    taken = (one.index_select(0, rows.queries).split(sizes) for one in (q, k, v))
+    for shape, *parts in zip(rows.query_sizes, *taken, strict=True):
+        queries, keys, values = (part.unflatten(0, shape).transpose(1, 2) for part in parts)
+        output = torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scaling)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, rows.slot_of)
-
-
-def _in_rows(
-    tensor: torch.Tensor, slots: torch.Tensor, sizes: Sequence[tuple[int, int]], groups: int
-) -> Iterator[torch.Tensor]:
-    """Yields [S_b · K, G, L, D] of a tensor [U, H, D] whose heads are K `groups` of G, bucket by bucket; `sizes` are
-    S_b and L."""
-    taken = tensor.flatten(1).index_select(0, slots)
-    for (count, length), part in zip(sizes, taken.split([count * length for count, length in sizes]), strict=True):
-        heads = part.view(count, length, groups, -1, tensor.shape[2])
-        yield heads.permute(0, 2, 3, 1, 4).flatten(0, 1)
-
-
-def _in_slots(parts: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Returns [P, H · D] of what has the shapes that `_in_rows` yields."""
-    of_heads = [
-        part.unflatten(0, (count, -1)).permute(0, 3, 1, 2, 4) for (count, _), part in zip(sizes, parts, strict=True)
-    ]
-    return torch.cat([part.reshape(part.shape[0] * part.shape[1], -1) for part in of_heads])
 
 
 class _InBlocks(torch.autograd.Function):
     """Causal attention on a CPU in blocks of queries, whose scores fit into a cache. As in flash attention
     (arXiv:2205.14135), the backward pass computes the scores again, and has the softmax by the logarithm of its sum.
 
-    Exponentials and logarithms have the base 2, which torch computes four times as fast as those of the base e."""
+    Of a bucket's rows each group of G heads that share keys is a batch of its own, B in all, with the heads' queries
+    side by side. Exponentials and logarithms have the base 2, which torch computes four times as fast as of base e."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout
     ) -> torch.Tensor:
-        rows = layout.runs
-        outputs, sums = list[torch.Tensor](), list[torch.Tensor]()
+        rows, heads, groups = layout.runs, q.shape[1], k.shape[1]
         with onednn_for_float32():
-            for inputs in _inputs(rows, q * (scaling * _LOG2_E), k, v):
-                output, log_sum = _attended(*inputs)
-                outputs.append(output)
-                sums.append(log_sum)
-        found = (_in_slots(parts, rows.query_sizes).index_select(0, rows.slot_of) for parts in (outputs, sums))
-        output, log_sum = (one.unflatten(1, (q.shape[1], -1)) for one in found)
+            found = [_attended(*inputs, heads // groups) for inputs in _inputs(rows, q, k, v, scaling)]
+        output, log_sum = (_of_tokens(parts, rows, heads) for parts in zip(*found, strict=True))
         ctx.save_for_backward(q, k, v, output, log_sum)
         ctx.scaling, ctx.layout = scaling, layout
-        return output
+        return output.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, output, log_sum = ctx.saved_tensors
-        rows: Buckets = ctx.layout.runs
-        sizes, groups = rows.query_sizes, k.shape[1]
-        # Slots that are padding have a gradient of 0.
-        both = torch.cat([grad, torch.linalg.vecdot(grad, output)[..., None]], dim=2)
-        of_slots = both.new_zeros(len(rows.queries), *both.shape[1:]).index_copy_(0, rows.slot_of, both)
-        every_slot = torch.arange(len(of_slots))
-        more = _in_rows(of_slots, every_slot, sizes, groups), _in_rows(log_sum, rows.queries, sizes, groups)
-        found: list[list[torch.Tensor]] = [[], [], []]
+        rows, heads, groups = ctx.layout.runs, q.shape[1], k.shape[1]
+        of_queries = rows.queries, rows.query_sizes, groups, output.dtype
+        dots = torch.linalg.vecdot(grad.to(output.dtype), output)[..., None]
+        of_output, of_dots = (_in_rows(one, *of_queries, rows.padding) for one in (grad, dots))
+        inputs = zip(
+            _inputs(rows, q, k, v, ctx.scaling), of_output, of_dots, _in_rows(log_sum, *of_queries), strict=True
+        )
         with onednn_for_float32():
-            inputs = _inputs(rows, q * (ctx.scaling * _LOG2_E), k, v)
-            for own, of_output, sums in zip(inputs, *more, strict=True):
-                for whole, part in zip(
-                    found, _gradients(*own, of_output[..., :-1], of_output[..., -1:], sums), strict=True
-                ):
-                    whole.append(part)
-        grad_q = _in_slots(found[0], sizes).index_select(0, rows.slot_of).mul_(ctx.scaling).view_as(q)
-        grads = [grad_q]
-        for one, parts in zip((k, v), found[1:], strict=True):
-            of_keys = _in_slots([part[:, None] for part in parts], rows.key_sizes)
+            found = [_gradients(*own, part, dot, sums, group=heads // groups) for own, part, dot, sums in inputs]
+        of_q, *of_keys = zip(*found, strict=True)
+        grads = [_of_tokens(of_q, rows, heads).mul_(ctx.scaling)]
+        for parts in of_keys:
             if rows.repeats:
-                total = torch.zeros_like(one, memory_format=torch.contiguous_format).flatten(1)
-                grads.append(total.index_add_(0, rows.keys, of_keys).view_as(one))
+                of_slots = _in_slots(parts, rows.key_sizes)
+                total = of_slots.new_zeros(len(k), of_slots.shape[1]).index_add_(0, rows.keys, of_slots)
+                grads.append(total.unflatten(1, (groups, -1)))
             else:
-                grads.append(of_keys.index_select(0, rows.slot_of).view_as(one))
-        return *grads, None, None
+                grads.append(_of_tokens(parts, rows, groups))
+        return *(one.to(q.dtype) for one in grads), None, None
+
+
+def _in_rows(
+    tensor: torch.Tensor,
+    slots: torch.Tensor,
+    sizes: Sequence[tuple[int, int]],
+    groups: int,
+    dtype: torch.dtype,
+    padding: torch.Tensor | None = None,
+) -> Iterator[torch.Tensor]:
+    """Yields [B, L · G, D] of a tensor [U, H, D], bucket by bucket; `sizes` are S_b and L, and slots that are `padding`
+    get zeros."""
+    taken = tensor.flatten(1).index_select(0, slots)
+    if padding is not None and len(padding):
+        taken.index_fill_(0, padding, 0)
+    for (count, length), part in zip(sizes, taken.split([count * length for count, length in sizes]), strict=True):
+        by_group = part.view(count, length, groups, -1).transpose(1, 2)
+        copied = torch.empty(by_group.shape, dtype=dtype).copy_(by_group)
+        yield copied.view(count * groups, -1, tensor.shape[2])
+
+
+def _in_slots(parts: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Returns [P, H · D] of what has the shapes that `_in_rows` yields."""
+    by_token = [
+        part.view(count, -1, length, part.shape[1] // length * part.shape[2]).transpose(1, 2).flatten(2).flatten(0, 1)
+        for (count, length), part in zip(sizes, parts, strict=True)
+    ]
+    return by_token[0] if len(by_token) == 1 else torch.cat(by_token)
+
+
+def _of_tokens(parts: Sequence[torch.Tensor], rows: Buckets, num_heads: int) -> torch.Tensor:
+    """Returns [U, H, D] of what has the shapes of queries."""
+    by_slot = _in_slots(parts, rows.query_sizes)
+    return by_slot.index_select(0, rows.slot_of).view(len(rows.slot_of), num_heads, -1)
 
 
 _Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""One bucket's [B, G, L_q, D] queries, scaled for the base 2, [B, L_k, D] keys, [B, L_k, D'] values and [B, 1, L_k]
-mask; B are its rows' groups of heads."""
+"""One bucket's [B, L_q · G, D] queries, scaled for the base 2, [B, L_k, D] keys, [B, L_k, D'] values and [B, 1, L_k]
+mask."""
 
 
-def _inputs(rows: Buckets, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[_Inputs]:
-    groups = k.shape[1]
-    taken = (_in_rows(one, rows.keys, rows.key_sizes, groups) for one in (k, v))
-    for mask, queries, keys, values in zip(
-        rows.masks, _in_rows(q, rows.queries, rows.query_sizes, groups), *taken, strict=True
-    ):
-        yield queries, keys[:, 0], values[:, 0], None if mask is None else mask.repeat_interleave(groups, 0)
+def _inputs(rows: Buckets, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> Iterator[_Inputs]:
+    groups, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    of_queries = _in_rows(q, rows.queries, rows.query_sizes, groups, dtype)
+    of_keys = (_in_rows(one, rows.keys, rows.key_sizes, groups, dtype) for one in (k, v))
+    for mask, queries, keys, values in zip(rows.masks, of_queries, *of_keys, strict=True):
+        of_groups = None if mask is None else mask.repeat_interleave(groups, 0)
+        yield queries.mul_(scaling * _LOG2_E), keys, values, of_groups
 
 
-def _blocks(q: torch.Tensor, num_keys: int) -> Iterator[tuple[slice, slice, int]]:
-    """Yields the rows and queries of each block, and how many keys they attend to."""
-    num_rows, group, num_queries, _ = q.shape
+class _Block(NamedTuple):
+    """Some rows' next queries, with all keys that they attend to."""
+
+    rows: slice
+    """Of B."""
+    queries: slice
+    """Of L_q · G."""
+    keys: slice
+
+
+def _blocks(q: torch.Tensor, k: torch.Tensor, group: int) -> Iterator[_Block]:
+    """Yields blocks of queries [B, L_q · G, D], the last of as many keys [B, L_k, D]."""
+    num_queries, num_keys = q.shape[1] // group, k.shape[1]
     size = min(_MOST_QUERIES, max(_LEAST_QUERIES, num_keys // 8))
     together = max(1, _SCORES // (group * min(size, num_queries) * num_keys))
-    for rows in blocks(num_rows, together):
-        for queries in blocks(num_queries, size):
-            yield rows, queries, num_keys - num_queries + queries.stop
+    for rows in blocks(len(q), together):
+        for part in blocks(num_queries, size):
+            seen = slice(0, num_keys - num_queries + part.stop)
+            yield _Block(rows, slice(part.start * group, part.stop * group), seen)
 
 
-def _scores(own: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, num_queries: int) -> torch.Tensor:
-    """Returns [b, G · n, keys] of queries [b, G · n, D], the last n of these keys."""
-    scores = torch.bmm(own, k.transpose(1, 2))
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, block: _Block, group: int) -> torch.Tensor:
+    """Returns [b, n · G, keys] of a block of n queries."""
+    rows, queries, keys = block
+    scores = torch.bmm(q[rows, queries], k[rows, keys].transpose(1, 2))
     if mask is not None:
-        scores.add_(mask)
-    future = torch.full((num_queries, num_queries), -torch.inf, dtype=own.dtype).triu_(1)
-    scores.unflatten(1, (-1, num_queries))[..., -num_queries:].add_(future)
+        scores.add_(mask[rows, :, keys])
+    num = (queries.stop - queries.start) // group
+    future = torch.full((num, 1, num), -torch.inf, dtype=q.dtype)
+    future[:, 0].triu_(1)
+    scores.unflatten(1, (num, group))[..., -num:].add_(future)
     return scores
 
 
 def _attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [B, G, L_q, D'] and [B, G, L_q, 1] the logarithms of the softmax's sums."""
-    output, log_sum = q.new_empty(*q.shape[:3], v.shape[2]), q.new_empty(*q.shape[:3], 1)
-    for rows, queries, num_keys in _blocks(q, k.shape[1]):
-        own = q[rows, :, queries]
-        seen = None if mask is None else mask[rows, :, :num_keys]
-        scores = _scores(own.flatten(1, 2), k[rows, :num_keys], seen, own.shape[2])
+    """Returns [B, L_q · G, D'] and [B, L_q · G, 1] the logarithms of the softmax's sums."""
+    output, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1)
+    for block in _blocks(q, k, group):
+        rows, queries, keys = block
+        scores = _scores(q, k, mask, block, group)
         largest = scores.amax(-1, keepdim=True)
         total = scores.sub_(largest).exp2_().sum(-1, keepdim=True)
-        attended = torch.bmm(scores, v[rows, :num_keys]).div_(total)
-        output[rows, :, queries] = attended.unflatten(1, own.shape[1:3])
-        log_sum[rows, :, queries] = largest.add_(total.log2_()).unflatten(1, own.shape[1:3])
+        torch.div(torch.bmm(scores, v[rows, keys]), total, out=output[rows, queries])
+        torch.add(largest, total.log2_(), out=log_sum[rows, queries])
     return output, log_sum
 
 
@@ -266,20 +283,20 @@ def _gradients(
     grad: torch.Tensor,
     grad_dot: torch.Tensor,
     log_sum: torch.Tensor,
+    *,
+    group: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of queries [B, G, L_q, D], but for the scaling, keys and values, from `grad` [B, G, L_q,
-    D'] of the output and its product with the output, `grad_dot` [B, G, L_q, 1]."""
+    """Returns the gradients of queries [B, L_q · G, D], but for the scaling, keys and values, from `grad` [B, L_q · G,
+    D'] of the output and its product with the output, `grad_dot` [B, L_q · G, 1]."""
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for rows, queries, num_keys in _blocks(q, k.shape[1]):
-        own, of_output, dot, sums = (one[rows, :, queries].flatten(1, 2) for one in (q, grad, grad_dot, log_sum))
-        seen = None if mask is None else mask[rows, :, :num_keys]
-        keys, values = k[rows, :num_keys], v[rows, :num_keys]
-        num = queries.stop - queries.start
-        probs = _scores(own, keys, seen, num).sub_(sums).exp2_()
-        grad_v[rows, :num_keys].baddbmm_(probs.transpose(1, 2), of_output)
-        of_scores = torch.bmm(of_output, values.transpose(1, 2)).sub_(dot).mul_(probs)
-        grad_q[rows, :, queries] = torch.bmm(of_scores, keys).unflatten(1, (-1, num))
-        grad_k[rows, :num_keys].baddbmm_(of_scores.transpose(1, 2), own, alpha=1 / _LOG2_E)
+    for block in _blocks(q, k, group):
+        rows, queries, keys = block
+        own, of_output = q[rows, queries], grad[rows, queries]
+        probs = _scores(q, k, mask, block, group).sub_(log_sum[rows, queries]).exp2_()
+        grad_v[rows, keys].baddbmm_(probs.transpose(1, 2), of_output)
+        of_scores = torch.bmm(of_output, v[rows, keys].transpose(1, 2)).sub_(grad_dot[rows, queries]).mul_(probs)
+        grad_q[rows, queries] = torch.bmm(of_scores, k[rows, keys])
+        grad_k[rows, keys].baddbmm_(of_scores.transpose(1, 2), own, alpha=1 / _LOG2_E)
     return grad_q, grad_k, grad_v
 
 

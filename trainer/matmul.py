@@ -11,6 +11,7 @@ No function here is differentiable: they are used inside autograd functions.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -83,26 +84,30 @@ def by_rows(multiply: Product, x: torch.Tensor, weight: torch.Tensor, sizes: Seq
 @contextmanager
 def onednn_for_float32() -> Iterator[None]:
     """Lets torch multiply batches of float32 matrices on a CPU by oneDNN within the block, where that is exact."""
-    precision = torch.backends.mkldnn.matmul
-    before = precision.fp32_precision
+    matmul = _mkldnn().matmul
+    before = matmul.fp32_precision
     if _is_exact_by_onednn():
-        precision.fp32_precision = "bf16"
+        matmul.fp32_precision = "bf16"
     try:
         yield
     finally:
-        precision.fp32_precision = before
+        matmul.fp32_precision = before
 
 
 @functools.cache
 def _is_exact_by_onednn() -> bool:
     """Whether oneDNN multiplies float32 matrices in float32 where torch lets it use bfloat16, without which torch does
     not ask it. Only processors with instructions for whole tiles make use of that."""
-    exact, fine = torch.backends.mkldnn.matmul.fp32_precision, torch.full((2, 128, 128), 1 + 2.0**-20)
-    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    matmul, fine = _mkldnn().matmul, torch.full((2, 128, 128), 1 + 2.0**-20)
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
     try:
         return torch.equal(torch.bmm(fine, torch.eye(128).expand(2, -1, -1)), fine)
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision = exact
+        matmul.fp32_precision = before
+
+
+def _mkldnn() -> Any:
+    return torch.backends.mkldnn
 
 
 def _lacks_kernels(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 _LOW = np.float32(-1e30)
 """Added to a score that counts for nothing. A row that is padding alone has no finite result with -inf."""
-_BUCKET_SPAN = 0.8
+_BUCKET_SPAN = 0.9
 _BUCKET_SLACK = 16
-"""A bucket takes lengths down to 0.8 of its longest, or to 16 tokens less where that is lower: few calls, few gaps."""
+"""A bucket takes lengths down to 0.9 of its longest, or to 16 tokens less where that is lower: few calls, few gaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,11 @@ class Buckets:
     None where no key is, or on the right."""
     repeats: bool
     """True if a computed token is in several rows' keys."""
+
+    @property
+    def padding(self) -> torch.Tensor:
+        """[n] i64 the slots of queries that are padding, or of a token that has another slot."""
+        return torch.ones(len(self.queries)).index_fill_(0, self.slot_of, 0).nonzero()[:, 0]
 
     @property
     def query_sizes(self) -> list[tuple[int, int]]:

@@ -56,6 +56,33 @@ def test_packed_logprobs_and_gradients_equal_one_by_one(tiny_model: Path) -> Non
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+def test_blocks_of_long_samples_that_fork_are_attention_in_float64_of_each_alone() -> None:
+    """Two forks after 200 tokens, and samples of their own in other buckets; values are narrower than keys."""
+    draw = np.random.default_rng(0)
+    shared = draw.integers(0, 9, 200)
+    samples = [np.concatenate([shared, draw.integers(0, 9, length)]) for length in (90, 97, 400)]
+    samples += [draw.integers(0, 9, length) for length in (70, 3, 1)]
+    lengths = np.array([len(sample) for sample in samples])
+    unique, inverse = shared_prefixes(np.concatenate(samples), lengths)
+    layout = Layout(lengths, unique, inverse, CPU)
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(len(unique), *size, generator=random).requires_grad_() for size in ((4, 16), (2, 16), (2, 8))
+    )
+    weights = torch.randn(len(unique), 4, 8, generator=random)
+    output = padded(q, k, v, 0.3, layout)
+    alone = torch.empty_like(output, dtype=torch.float64)
+    for part in np.split(inverse, np.cumsum(lengths)[:-1]):
+        places = torch.from_numpy(part)
+        heads = (one.double()[places].transpose(0, 1) for one in (q, k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=0.3, enable_gqa=True)
+        alone = alone.index_copy(0, places, attended.transpose(0, 1))
+    torch.testing.assert_close(output.double(), alone, atol=2e-6, rtol=0)
+    ours, exact = (torch.autograd.grad((one * weights).sum(), (q, k, v)) for one in (output, alone))
+    for one, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=0)
+
+
 def test_buckets_cover_every_sample_once_and_waste_little() -> None:
     rng = np.random.default_rng(0)
     lengths = np.minimum(np.exp(rng.normal(np.log(64), 1.0, 200)).astype(int) + 1, 4096).tolist()

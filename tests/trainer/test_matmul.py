@@ -3,7 +3,7 @@
 import pytest
 import torch
 from grpo.trainer import matmul
-from grpo.trainer.matmul import addmm_, linear, product, product_in_float32
+from grpo.trainer.matmul import addmm_, linear, onednn_for_float32, product, product_in_float32
 
 
 def matrix(rows: int, columns: int, *, dtype: torch.dtype, transposed: bool, seed: int) -> torch.Tensor:
@@ -66,3 +66,12 @@ def test_without_kernels_for_halves_their_sums_are_rounded_once(
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), expected, rtol=0.51 * ulp, atol=1e-4)
     torch.testing.assert_close(product_in_float32(left, right).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+def test_batches_of_float32_lose_nothing_to_a_faster_library() -> None:
+    left, right = (torch.randn(3, 160, 160, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    with onednn_for_float32():
+        found = torch.bmm(left, right)
+    torch.testing.assert_close(found.double(), left.double() @ right.double(), atol=1e-4, rtol=0)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]
