@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
+_ATTENDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers of which a server keeps keys and values, by `layer_types`."""
 _STRETCHED = ("yarn", "linear", "dynamic")
 """Kinds of rope scaling that let a model read more tokens than `max_position_embeddings`."""
 
@@ -45,6 +47,8 @@ class ModelFacts:
     """Number of its weights."""
     cache_values: int
     """Keys and values of one token in a server's cache."""
+    only_attends: bool = True
+    """Whether nothing else of a sequence is in a server's cache, such as states of Mamba or a convolution."""
 
 
 def visible_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> tuple[str, ...]:
@@ -121,6 +125,8 @@ def _facts(config: Mapping[str, Any], folder: Path) -> ModelFacts:
         positions=_positions(config),
         num_values=num_bytes // (4 if is_wide else 2),
         cache_values=2 * number("num_hidden_layers") * number("num_key_value_heads", "num_attention_heads") * head_dim,
+        only_attends=all(kind in _ATTENDS for kind in config.get("layer_types") or ())
+        and not any(name in key for key in config for name in ("mamba", "ssm", "conv_", "linear_attn")),
     )
 
 

@@ -23,12 +23,13 @@ ON_CPU: dict[str, Any] = {
     "max_num_seqs": 256,
     "max_num_batched_tokens": 2048,
     "kv_cache_memory_bytes": 128 * 2**20,
-    "block_size": 32,
     "enforce_eager": True,
     "distributed_executor_backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 }
-"""Defaults of vLLM's arguments on a CPU; the cache is larger where two of the longest sequences need more. Its blocks
-are the smallest that vLLM's kernel takes: the samples of a group share the whole blocks of their prompt."""
+"""Defaults of vLLM's arguments on a CPU; the cache is larger where two of the longest sequences need more."""
+BLOCK_SIZE_ON_CPU = 32
+"""The smallest blocks of the cache that vLLM's kernel takes: a group's samples share the whole blocks of their prompt.
+vLLM's engine ends over those of a model with Mamba's states, for which it computes others."""
 
 
 class ArgumentError(ValueError):
@@ -164,7 +165,8 @@ def device_defaults(settings: InferSettings, model_dir: Path, device: str) -> di
         return ON_CPU
     size = 4 if "float32" in (settings.dtype, checkpoint_dtype(model_dir) if settings.dtype == "auto" else "") else 2
     longest = 2 * (settings.max_model_len or model.positions or 0) * model.cache_values * size
-    return ON_CPU | {"kv_cache_memory_bytes": max(ON_CPU["kv_cache_memory_bytes"], longest)}
+    blocks = {"block_size": BLOCK_SIZE_ON_CPU} if model.only_attends else {}
+    return ON_CPU | blocks | {"kv_cache_memory_bytes": max(ON_CPU["kv_cache_memory_bytes"], longest)}
 
 
 def command_line(values: dict[str, Any]) -> Iterator[str]:

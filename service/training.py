@@ -23,6 +23,7 @@ from grpo.service.errors import Refused
 from grpo.service.losses import check_config, loss_and_values
 from grpo.service.steps import Computed, Expected, Step, computed, witness_sums
 from grpo.service.wire import Datum, ForwardBackward, forward_backward_answer
+from grpo.trainer.attention import VECTORS
 from grpo.trainer.errors import NonFiniteError
 from grpo.trainer.model import Policy, load_policy
 from grpo.trainer.optim import Optimizer
@@ -42,8 +43,6 @@ STATE_FILE = "state.json"
 ALPHA = 32
 """LoRA alpha of every adapter, as recipes for the protocol expect."""
 WITNESS = "witness"
-_VECTORS = 32
-"""Elements that torch computes at a time on a CPU: two vectors of 512 bits."""
 _SHARED = 1 << 15
 """Elements from which on its threads share a tensor."""
 CANARY_SEED = 0
@@ -182,9 +181,9 @@ class Base:
         config, threads = self._resting.causal_lm.config.get_text_config(), torch.get_num_threads()
         widths = [getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads]
         widths += [config.hidden_size, config.intermediate_size]
-        shares = _VECTORS * math.lcm(*range(1, threads + 1))
+        shares = VECTORS * math.lcm(*range(1, threads + 1))
         return self._resting.device.type != "cpu" or all(
-            not width % (_VECTORS if width * self.settings.pack_tokens < _SHARED else shares) for width in widths
+            not width % (VECTORS if width * self.settings.pack_tokens < _SHARED else shares) for width in widths
         )
 
     def use(self, policy: Policy) -> None:

@@ -1,7 +1,7 @@
 """Causal attention over packed samples that never crosses a boundary.
 
-Legend: `U` computed tokens of the tree that the samples are (`grpo.trainer.packing`), `H` heads, `D` head size, `N`
-tokens that have queries, `S_b`, `L_q` and `L_k` rows, queries and keys of one bucket.
+Legend: `U` computed tokens of the tree that the samples are (`grpo.trainer.packing`), `H` heads, `D` head size, `S_b`,
+`L_q` and `L_k` rows, queries and keys of one bucket.
 
 Two kernels are registered with transformers by name, and `implementation_for` chooses one. Both get the boundaries as
 the keyword `layout`, which the model hands through to its attention layers:
@@ -40,6 +40,8 @@ _ASKS_FOR_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).paramete
 _LEAST_QUERIES, _MOST_QUERIES, _SCORES = 64, 256, 1 << 20
 """Queries of a block on a CPU, an eighth of its row's keys within these bounds, and scores of all rows together."""
 _LOG2_E = math.log2(math.e)
+VECTORS = 32
+"""Elements that torch computes at a time on a CPU: two vectors of 512 bits."""
 _HOPPER, _BLACKWELL = 9, 10
 """Major compute capabilities of the GPUs that have flash attention 3 and 4."""
 
@@ -146,8 +148,7 @@ class _InBlocks(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout
     ) -> torch.Tensor:
         rows, heads, groups = layout.runs, q.shape[1], k.shape[1]
-        with onednn_for_float32():
-            found = [_attended(*inputs, heads // groups) for inputs in _inputs(rows, q, k, v, scaling)]
+        found = [_attended(*inputs, heads // groups) for inputs in _inputs(rows, q, k, v, scaling)]
         output, log_sum = (_of_tokens(parts, rows, heads) for parts in zip(*found, strict=True))
         ctx.save_for_backward(q, k, v, output, log_sum)
         ctx.scaling, ctx.layout = scaling, layout
@@ -164,8 +165,7 @@ class _InBlocks(torch.autograd.Function):
         inputs = zip(
             _inputs(rows, q, k, v, ctx.scaling), of_output, of_dots, _in_rows(log_sum, *of_queries), strict=True
         )
-        with onednn_for_float32():
-            found = [_gradients(*own, part, dot, sums, group=heads // groups) for own, part, dot, sums in inputs]
+        found = [_gradients(*own, part, dot, sums, group=heads // groups) for own, part, dot, sums in inputs]
         of_q, *of_keys = zip(*found, strict=True)
         grads = [_of_tokens(of_q, rows, heads).mul_(ctx.scaling)]
         for parts in of_keys:
@@ -237,27 +237,42 @@ class _Block(NamedTuple):
 
 
 def _blocks(q: torch.Tensor, k: torch.Tensor, group: int) -> Iterator[_Block]:
-    """Yields blocks of queries [B, L_q · G, D], the last of as many keys [B, L_k, D]."""
+    """Yields blocks of queries [B, L_q · G, D], the last of as many keys [B, L_k, D], and lets their products be
+    computed by what is fastest until the next one is asked for."""
     num_queries, num_keys = q.shape[1] // group, k.shape[1]
     size = min(_MOST_QUERIES, max(_LEAST_QUERIES, num_keys // 8))
     together = max(1, _SCORES // (group * min(size, num_queries) * num_keys))
     for rows in blocks(len(q), together):
         for part in blocks(num_queries, size):
-            seen = slice(0, num_keys - num_queries + part.stop)
-            yield _Block(rows, slice(part.start * group, part.stop * group), seen)
+            seen = num_keys - num_queries + part.stop
+            with onednn_for_float32((part.stop - part.start) * group * seen * q.shape[2]):
+                yield _Block(rows, slice(part.start * group, part.stop * group), slice(0, seen))
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, block: _Block, group: int) -> torch.Tensor:
-    """Returns [b, n · G, keys] of a block of n queries."""
+def _in_vectors(*shape: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a tensor of this shape, and the flat one of whole vectors for each thread that it is the beginning of.
+    Functions are computed of the latter: torch has other instructions for the last elements of a tensor that fill no
+    vector, so that the bits of a score would depend on what is computed beside it."""
+    size = VECTORS * math.lcm(*range(1, torch.get_num_threads() + 1))
+    flat = like.new_empty(-(-math.prod(shape) // size) * size)
+    return flat[: math.prod(shape)].view(shape), flat
+
+
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, block: _Block, group: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns [b, n · G, keys] of a block of n queries, in vectors."""
     rows, queries, keys = block
-    scores = torch.bmm(q[rows, queries], k[rows, keys].transpose(1, 2))
+    own, seen = q[rows, queries], k[rows, keys]
+    scores, flat = _in_vectors(len(own), own.shape[1], seen.shape[1], like=q)
+    torch.bmm(own, seen.transpose(1, 2), out=scores)
     if mask is not None:
         scores.add_(mask[rows, :, keys])
-    num = (queries.stop - queries.start) // group
+    num = own.shape[1] // group
     future = torch.full((num, 1, num), -torch.inf, dtype=q.dtype)
     future[:, 0].triu_(1)
     scores.unflatten(1, (num, group))[..., -num:].add_(future)
-    return scores
+    return scores, flat
 
 
 def _attended(
@@ -267,11 +282,15 @@ def _attended(
     output, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1)
     for block in _blocks(q, k, group):
         rows, queries, keys = block
-        scores = _scores(q, k, mask, block, group)
+        scores, flat = _scores(q, k, mask, block, group)
         largest = scores.amax(-1, keepdim=True)
-        total = scores.sub_(largest).exp2_().sum(-1, keepdim=True)
+        scores.sub_(largest)
+        flat.exp2_()
+        total, flat = _in_vectors(*largest.shape, like=q)
+        torch.sum(scores, -1, keepdim=True, out=total)
         torch.div(torch.bmm(scores, v[rows, keys]), total, out=output[rows, queries])
-        torch.add(largest, total.log2_(), out=log_sum[rows, queries])
+        flat.log2_()
+        torch.add(largest, total, out=log_sum[rows, queries])
     return output, log_sum
 
 
@@ -292,7 +311,9 @@ def _gradients(
     for block in _blocks(q, k, group):
         rows, queries, keys = block
         own, of_output = q[rows, queries], grad[rows, queries]
-        probs = _scores(q, k, mask, block, group).sub_(log_sum[rows, queries]).exp2_()
+        probs, flat = _scores(q, k, mask, block, group)
+        probs.sub_(log_sum[rows, queries])
+        flat.exp2_()
         grad_v[rows, keys].baddbmm_(probs.transpose(1, 2), of_output)
         of_scores = torch.bmm(of_output, v[rows, keys].transpose(1, 2)).sub_(grad_dot[rows, queries]).mul_(probs)
         grad_q[rows, queries] = torch.bmm(of_scores, k[rows, keys])

@@ -17,6 +17,8 @@ import torch
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _HALVES = frozenset({torch.bfloat16, torch.float16})
+_LEAST_BY_ONEDNN = 1 << 12
+"""Multiplications from which on torch itself asks oneDNN."""
 MAX_SMALL = 1 << 19
 """Products of up to so many multiplications are left to MKL, because a call of oneDNN takes 13 µs more."""
 
@@ -82,11 +84,13 @@ def by_rows(multiply: Product, x: torch.Tensor, weight: torch.Tensor, sizes: Seq
 
 
 @contextmanager
-def onednn_for_float32() -> Iterator[None]:
-    """Lets torch multiply batches of float32 matrices on a CPU by oneDNN within the block, where that is exact."""
+def onednn_for_float32(size: int) -> Iterator[None]:
+    """Lets torch multiply batches of float32 matrices on a CPU by oneDNN within the block, where that is exact. `size`:
+    multiplications for one of the batch's products. Small ones are left to MKL: torch looks at the whole batch, so that
+    their bits would depend on how many there are."""
     matmul = _mkldnn().matmul
     before = matmul.fp32_precision
-    if _is_exact_by_onednn():
+    if size > _LEAST_BY_ONEDNN and _is_exact_by_onednn():
         matmul.fp32_precision = "bf16"
     try:
         yield

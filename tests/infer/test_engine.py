@@ -2,6 +2,7 @@
 parser for what passes through."""
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -323,6 +324,14 @@ def test_a_cache_on_a_cpu_holds_two_of_the_longest_sequences() -> None:
     settings = InferSettings(model="m", max_model_len=2**16)
     assert device_defaults(settings, MODEL, "cpu")["kv_cache_memory_bytes"] == 2 * 2**16 * 2 * 4 * 2 * 32 * 4
     assert arguments(vllm={"kv_cache_memory_bytes": 2**24}).kv_cache_memory_bytes == 2**24
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_on_a_cpu_blocks_are_small_where_all_layers_attend(tmp_path: Path) -> None:
+    assert arguments().block_size == 32
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["mamba", "attention"]}))
+    assert "block_size" not in device_defaults(InferSettings(model="m"), tmp_path, "cpu")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -232,9 +232,11 @@ from grpo import Environment, Rubric
 FOLDER, seen = Path(__file__).parent, {}
 
 async def worth(completion, example):
-    is_held = example["split"] == "train" and seen.setdefault(example["number"], len(seen)) == 4
-    while is_held and not (FOLDER / "go").exists():
-        await asyncio.sleep(0.01)
+    if example["split"] == "train" and (place := seen.setdefault(example["number"], len(seen))) <= 4:
+        if place == 4:
+            (FOLDER / "held").touch()
+        while not (FOLDER / ("go" if place == 4 else "held")).exists():
+            await asyncio.sleep(0.01)
     return 1.0
 
 class Held(Environment):
