@@ -47,7 +47,7 @@ class ModelFacts:
     """Number of its weights."""
     cache_values: int
     """Keys and values of one token in a server's cache."""
-    only_attends: bool = True
+    only_attends: bool
     """Whether nothing else of a sequence is in a server's cache, such as states of Mamba or a convolution."""
 
 

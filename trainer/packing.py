@@ -46,12 +46,10 @@ class Buckets:
     masks: tuple[torch.Tensor | None, ...]
     """[S_b, 1, L_k] f32 of each bucket padded on the left, so low at keys that are padding that they count for nothing;
     None where no key is, or on the right."""
-    repeats: bool
-    """True if a computed token is in several rows' keys."""
 
     @property
     def padding(self) -> torch.Tensor:
-        """[n] i64 the slots of queries that are padding, or of a token that has another slot."""
+        """[n] i64 the slots of queries that are padding."""
         return torch.ones(len(self.queries)).index_fill_(0, self.slot_of, 0).nonzero()[:, 0]
 
     @property
@@ -124,8 +122,7 @@ class Layout:
         places, real = _slots(starts[order], lengths[order], widths, left=False)
         slot_of = np.empty(len(self._inverse), np.int64)
         slot_of[places[real]] = real
-        repeats = len(real) > len(self._unique)
-        return self._made(self._inverse[places], None, slot_of[self._unique], shapes, repeats=repeats)
+        return self._made(self._inverse[places], None, slot_of[self._unique], shapes, (None,) * len(shapes))
 
     @cached_property
     def runs(self) -> Buckets:
@@ -141,11 +138,10 @@ class Layout:
         queries, real = _slots(firsts[order], runs[order], query_widths, left=True)
         slot_of = np.empty(len(self._unique), np.int64)
         slot_of[queries[real]] = real
-        if not self.shares:
-            return self._made(queries, None, slot_of, shapes, self._masks(lengths[order], shapes))
-        places, _ = _slots(starts[order], lengths[order], key_widths, left=True)
-        masks = self._masks(lengths[order], shapes)
-        return self._made(queries, self._inverse[places], slot_of, shapes, masks, repeats=True)
+        masks, keys = self._masks(lengths[order], shapes), None
+        if self.shares:
+            keys = self._inverse[_slots(starts[order], lengths[order], key_widths, left=True)[0]]
+        return self._made(queries, keys, slot_of, shapes, masks)
 
     def _made(
         self,
@@ -153,16 +149,12 @@ class Layout:
         keys: Indices | None,
         slot_of: Indices,
         shapes: tuple[tuple[int, int, int], ...],
-        masks: tuple[torch.Tensor | None, ...] | None = None,
-        *,
-        repeats: bool = False,
+        masks: tuple[torch.Tensor | None, ...],
     ) -> Buckets:
         """Moves the rows to the device. `keys`: None if they are the queries."""
         taken = to_device(queries, self._device)
         of_keys = taken if keys is None else to_device(keys, self._device)
-        return Buckets(
-            taken, of_keys, to_device(slot_of, self._device), shapes, masks or (None,) * len(shapes), repeats
-        )
+        return Buckets(taken, of_keys, to_device(slot_of, self._device), shapes, masks)
 
     def _masks(self, lengths: Indices, shapes: Sequence[tuple[int, int, int]]) -> tuple[torch.Tensor | None, ...]:
         """Returns the masks of rows of these lengths, padded on the left."""
@@ -198,8 +190,7 @@ class Layout:
                 shapes.append(shape)
                 masks.append(mask)
         queries, keys = (torch.cat([pieces[one][place] for one in order]) for place in (2, 3))  # type: ignore[misc]
-        repeats = any(part.repeats for part in parts)
-        return Buckets(queries, keys, new_slot[torch.cat(slot_of)], tuple(shapes), tuple(masks), repeats)
+        return Buckets(queries, keys, new_slot[torch.cat(slot_of)], tuple(shapes), tuple(masks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
