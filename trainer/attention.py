@@ -9,7 +9,8 @@ the keyword `layout`, which the model hands through to its attention layers:
 - ``grpo_varlen``: torch's variable-length flash attention, for half precision on GPUs. It is one operator, which a
   compiled layer contains. Not yet run on a GPU.
 - ``grpo_padded``: rows of similar length are padded and computed together, anywhere; on a CPU by matrix products here,
-  on an AMD EPYC in half the time of torch's own attention. Layers are compiled around it: its loops depend on the batch.
+  on an AMD EPYC in half the time of torch's own attention. Layers are compiled around it, because its loops depend on
+  the batch.
 
 Both give a run the keys of all that is before it in its sample.
 
