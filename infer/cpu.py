@@ -1,5 +1,5 @@
-"""Mends vLLM's build for CPUs inside its engine process: the LoRA product, seeded requests, ranks, rotary embeddings,
-AMX.
+"""Mends vLLM's build for CPUs inside its engine process: the LoRA product, sampling, seeded requests, ranks, rotary
+embeddings, AMX.
 
 vLLM's own LoRA path (`punica_cpu`) gives base rows in a mixed batch the last adapter (slot -1 is used as an index), and
 gathers A and B once per token, which makes decoding three times slower.
@@ -10,19 +10,36 @@ slices `O_i`, `r` the largest rank, `L` adapter slots, `V` vocabulary.
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class _Pass(NamedTuple):
+    """Rows of a step that are computed together, with all their adapters side by side."""
+
+    slots: tuple[int, ...]
+    rows: slice
+    not_own: torch.Tensor | None
+    """[R, 1, slots, 1] bool: adapters that are not the row's; None with one adapter for all rows."""
 
 
 class GroupedLora:
     """Takes the place of vLLM's punica wrapper: adds each row's own adapter to the layer's output."""
 
-    def __init__(self) -> None:
-        self._groups: list[tuple[int, slice]] = []
-        """The slot and the rows of each adapter of the step, by the rows' order."""
+    def __init__(self, together: int) -> None:
+        """`together`: how many adapters are computed in one pass, whose products with the others' rows are thrown away.
+        Products in half precision are so quick on a CPU that their calls are what takes time."""
+        self._together = together
+        self._passes: list[_Pass] = []
         self._order: tuple[torch.Tensor, torch.Tensor] | None = None
-        """[R] i64 the rows adapter by adapter, and [R] i64 where each row then is; None if they come so."""
+        """[R] i64 the rows in the passes' order, and [R] i64 where each row then is; None if they come so."""
+        self._side_by_side: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """By the layer and the slots of a pass: [I, slices * slots * r] all A, and of each slice [slots * r, O_i]."""
+
+    def forget(self, *_: object) -> None:
+        """Called when a slot has got another adapter."""
+        self._side_by_side.clear()
 
     def update_metadata(self, mapping: Any, lora_index_to_id: Sequence[int | None], *_: Any, **__: Any) -> None:
         """Groups the rows of the coming step. `mapping.index_mapping` [R] are the adapter ids of rows, 0 for none;
@@ -30,14 +47,19 @@ class GroupedLora:
         slot_of_id = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
         slot_of_id[0] = -1
         slots = torch.tensor([slot_of_id[lora_id] for lora_id in mapping.index_mapping], dtype=torch.int64)
-        self._order, (own, counts) = None, slots.unique_consecutive(return_counts=True)
-        if len(own) > len(slots.unique()):
+        own = [slot for slot in slots.unique().tolist() if slot >= 0]
+        groups = [tuple(own[start : start + self._together]) for start in range(0, len(own), self._together)]
+        if groups != [one.slots for one in self._passes]:
+            self._side_by_side.clear()
+        self._passes, self._order = [], None
+        if len(groups) > 1 and bool((slots.diff() < 0).any()):
             slots, order = slots.sort(stable=True)
-            own, counts = slots.unique_consecutive(return_counts=True)
             self._order = order, order.argsort()
-        ends = counts.cumsum(0)
-        runs = zip(own.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True)
-        self._groups = [(slot, slice(start, end)) for slot, start, end in runs if slot >= 0]
+        for group in groups:
+            found = torch.isin(slots, torch.tensor(group)).nonzero()[:, 0]
+            rows = slice(int(found[0]), int(found[-1]) + 1)
+            not_own = slots[rows, None] != torch.tensor(group)
+            self._passes.append(_Pass(group, rows, not_own[:, None, :, None] if bool(not_own.any()) else None))
 
     def add_lora_linear(
         self,
@@ -56,21 +78,51 @@ class GroupedLora:
         if self._order is not None:
             order, place = self._order
             output, x = y.index_select(0, order), x.index_select(0, order)
-        for slot, rows in self._groups:
-            own, parts = x[rows], output[rows].split(list(output_slices), dim=1)
-            for a, b, part in zip(lora_a_stacked, lora_b_stacked, parts, strict=True):
-                part.addmm_(own @ a[slot, 0].T, b[slot, 0].T, alpha=scale)
+        for slots, rows, not_own in self._passes:
+            key = lora_a_stacked[0].data_ptr(), slots
+            if key not in self._side_by_side:
+                self._side_by_side[key] = _side_by_side(slots, lora_a_stacked, lora_b_stacked)
+            all_a, all_b = self._side_by_side[key]
+            down = x[rows] @ all_a
+            if not_own is not None:
+                down.view(len(down), len(all_b), len(slots), -1).masked_fill_(not_own, 0.0)
+            parts = output[rows].split(list(output_slices), dim=1)
+            for own, b, part in zip(down.chunk(len(all_b), dim=1), all_b, parts, strict=True):
+                part.addmm_(own, b, alpha=scale)
         if self._order is not None:
             torch.index_select(output, 0, place, out=y)
 
 
+def _side_by_side(
+    slots: Sequence[int], lora_a_stacked: Sequence[torch.Tensor], lora_b_stacked: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    all_a = [a[slot, 0] for a in lora_a_stacked for slot in slots]
+    all_b = [[b[slot, 0] for slot in slots] for b in lora_b_stacked]
+    return _joined(all_a, 0).T, [_joined(own, 1).T for own in all_b]
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
 def install_grouped_lora(model: Any) -> None:
     """Gives every adapted layer of the served model `GroupedLora`; by `arguments.lora_modules` they are linear ones."""
-    manager, grouped = model.lora_manager, GroupedLora()
+    manager = model.lora_manager
+    grouped = GroupedLora(4 if manager.lora_config.lora_dtype.itemsize < 4 else 1)
     for layer in manager.modules.values():
         layer.set_mapping(grouped)
     for prefix in manager.punica_wrapper_mapping:
         manager.punica_wrapper_mapping[prefix] = grouped
+    activate = manager.activate_adapter
+
+    def activate_adapter(adapter_id: int) -> bool:
+        """Returns whether the adapter was written to a slot."""
+        written: bool = activate(adapter_id)
+        if written:
+            grouped.forget()
+        return written
+
+    manager.activate_adapter = activate_adapter
 
 
 def allow_amx() -> None:
@@ -117,6 +169,37 @@ def install_restored_generators(runner: Any) -> None:
     runner.input_batch.generators = generators
     runner.sampler.register_forward_pre_hook(generators.remember)
     runner.sampler.register_forward_hook(generators.restore)
+
+
+def install_sampling(runner: Any) -> None:
+    """Lets tokens be drawn by `draw`: vLLM's kernel makes a random number for every token of the vocabulary, which
+    takes four times as long. The log-probabilities are those that our servers ask for, `processed_logprobs`."""
+    ops: Any = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+
+    def sample(
+        logits: torch.Tensor, generators: Mapping[int, torch.Generator], k: torch.Tensor | None, p: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = ops.apply_top_k_top_p(logits, k, p).log_softmax(-1, dtype=torch.float32)
+        return draw(logprobs, generators), logprobs
+
+    runner.sampler.topk_topp_sampler.forward = sample
+
+
+def draw(logprobs: torch.Tensor, generators: Mapping[int, torch.Generator]) -> torch.Tensor:
+    """Returns [R] i64 tokens of the distributions `logprobs` [R, V]: the first one at which the sum of the
+    probabilities exceeds a random number, which comes from the row's generator if it has one. The sums are float64, in
+    which the small probabilities of a large vocabulary are not lost, and of as many rows at a time as fit into a cache.
+    """
+    random = torch.rand(len(logprobs), 1, dtype=torch.float64)
+    for row, generator in generators.items():
+        random[row] = torch.rand(1, dtype=torch.float64, generator=generator)
+    size = logprobs.shape[1]
+    rows = max(1, 2**18 // size)
+    found = []
+    for part, own in zip(logprobs.split(rows), random.split(rows), strict=True):
+        sums = part.softmax(-1).cumsum(-1, dtype=torch.float64)
+        found.append(torch.searchsorted(sums, own * sums[:, -1:], right=True))
+    return torch.cat(found)[:, 0].clamp_(max=size - 1)  # no sum exceeds what is not a number
 
 
 def install_ranks() -> None:

@@ -21,6 +21,7 @@ class PolicyWorker:
         if on_cpu:
             cpu.allow_amx()
             cpu.install_restored_generators(runner)
+            cpu.install_sampling(runner)
             cpu.install_ranks()
             cpu.install_flat_rotary()
             if lora:

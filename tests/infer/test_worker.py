@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from grpo.infer.cpu import GroupedLora, RestoredGenerators, install_flat_rotary, num_at_least
+from grpo.infer.cpu import GroupedLora, RestoredGenerators, draw, install_flat_rotary, num_at_least
 
 NUM_SLOTS, RANK, NUM_INPUTS = 3, 4, 6
 SIZES = (8, 4, 4)  # as in qkv_proj: the slices of a merged layer need not be equal
@@ -32,14 +32,15 @@ def row_by_row(x: torch.Tensor, slots: Sequence[int], weights: Weights) -> torch
     return y
 
 
-def grouped(slots: Sequence[int]) -> GroupedLora:
+def grouped(slots: Sequence[int], together: int) -> GroupedLora:
     """With the metadata of a step whose rows have these slots; adapter ids are slot + 10, 0 is none."""
-    lora = GroupedLora()
+    lora = GroupedLora(together)
     mapping = SimpleNamespace(index_mapping=tuple(slot + 10 if slot >= 0 else 0 for slot in slots))
     lora.update_metadata(mapping, [10, 11, 12], NUM_SLOTS + 1, 100)
     return lora
 
 
+@pytest.mark.parametrize("together", [1, 2, 4])
 @pytest.mark.parametrize(
     "slots",
     [
@@ -49,15 +50,27 @@ def grouped(slots: Sequence[int]) -> GroupedLora:
         pytest.param([2, -1], id="base after the last slot"),
     ],
 )
-def test_every_row_gets_its_own_adapter_and_base_rows_get_nothing(slots: list[int]) -> None:
+def test_every_row_gets_its_own_adapter_and_base_rows_get_nothing(slots: list[int], together: int) -> None:
     weights = merged_layer()
     x = torch.randn(len(slots), NUM_INPUTS, generator=torch.Generator().manual_seed(1))
     base = torch.randn(len(slots), sum(SIZES), generator=torch.Generator().manual_seed(2))
     y = base.clone()
-    grouped(slots).add_lora_linear(y, x, *weights, 0.5, SIZES)
+    grouped(slots, together).add_lora_linear(y, x, *weights, 0.5, SIZES)
     torch.testing.assert_close(y, base + 0.5 * row_by_row(x, slots, weights))
     for row, slot in enumerate(slots):
         assert slot >= 0 or torch.equal(y[row], base[row])
+
+
+def test_a_slot_that_has_got_another_adapter_is_computed_with_it() -> None:
+    weights, slots = merged_layer(), [0, 1, 1]
+    x, lora = torch.ones(len(slots), NUM_INPUTS), grouped(slots, 2)
+    lora.add_lora_linear(torch.zeros(len(slots), sum(SIZES)), x, *weights, 1.0, SIZES)
+    for one in (*weights[0], *weights[1]):
+        one[1].mul_(3.0)
+    lora.forget()
+    y = torch.zeros(len(slots), sum(SIZES))
+    lora.add_lora_linear(y, x, *weights, 1.0, SIZES)
+    torch.testing.assert_close(y, row_by_row(x, slots, weights))
 
 
 def test_a_generator_whose_token_is_thrown_away_is_put_back_and_not_taken_back_by_an_offset() -> None:
@@ -76,6 +89,20 @@ def test_a_generator_whose_token_is_thrown_away_is_put_back_and_not_taken_back_b
     assert second[1] == first[1]
     assert second[0] != first[0]
     assert sampler()[1] != second[1]
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    torch.manual_seed(0)
+    num_rows, probs = 200_000, torch.tensor([0.0, 0.5, 0.0, 0.3, 0.19, 0.01, 0.0])
+    counts = draw(probs.log().expand(num_rows, -1), {}).bincount(minlength=len(probs)) / num_rows
+    assert torch.all((counts - probs).abs() <= 5 * (probs * (1 - probs) / num_rows).sqrt())
+
+
+def test_a_seeded_token_is_the_same_whatever_is_drawn_beside_it() -> None:
+    logprobs = torch.randn(300, 2000, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    alone = [int(draw(logprobs[[row]], {0: torch.Generator().manual_seed(row)})) for row in (0, 177, 299)]
+    together = draw(logprobs, {row: torch.Generator().manual_seed(row) for row in (0, 177, 299)})
+    assert together[[0, 177, 299]].tolist() == alone
 
 
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 7), (700, 512)])
