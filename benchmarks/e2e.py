@@ -1,6 +1,6 @@
 """Whole steps of GRPO side by side: three programs of ours against TRL's `GRPOTrainer`, on the same two cores.
 
-    python -m benchmarks.e2e [--check] [--steps N] [--only CASE ...]
+    python -m benchmarks.e2e [--check] [--rounds N] [--steps N] [--only CASE ...]
 
 needs the extra `bench`. Both get the same model, prompts, rewards, group size, lengths and number of optimizer steps;
 both train LoRA 16 on all linear layers with AdamW at the same rate, with beta 0 and every token sampled at temperature
@@ -16,7 +16,8 @@ for it here: two threads, all rollouts of a step in one call of `generate` and i
 case's type, no gradient checkpointing, no reference model, the samples used once, and the settings of the allocator
 that our trainer sets for itself.
 
-One runs after the other. Seconds are the median of the steps from the third on; start-up is not counted.
+They run in turn, some rounds. Seconds are the medians over the rounds of a round's median step from the third on;
+start-up is not counted.
 """
 
 import contextlib
@@ -222,33 +223,35 @@ def in_process(work: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(work, *args).result()
 
 
-def compare(case: Case, folder: Path, *, num_steps: int) -> dict[str, float]:
-    """Runs both, and returns the figures."""
+def compare(case: Case, folder: Path, *, num_steps: int, num_rounds: int) -> dict[str, float]:
+    """Runs both in turn, and returns the figures."""
     model = QUICKSTART_MODEL
     if case.ends is not None:
         model = folder / "model"
         in_process(make_model, model, case.ends)
+    rounds: dict[str, list[Measured]] = {"ours": [], "trl": []}
+    for number in range(num_rounds):
+        rounds["ours"].append(measure_ours(case, model, folder / f"ours_{number}", num_steps))
+        rounds["trl"].append(in_process(measure_trl, case, model, folder / f"trl_{number}", num_steps))
     figures: dict[str, float] = {}
-    for name, (step_s, mean_tokens) in {
-        "ours": measure_ours(case, model, folder / "ours", num_steps),
-        "trl": in_process(measure_trl, case, model, folder / "trl", num_steps),
-    }.items():
-        figures[f"{name}_step_s"] = statistics.median(step_s)
-        figures[f"{name}_mean_tokens"] = mean_tokens
+    for name, measured in rounds.items():
+        figures[f"{name}_step_s"] = statistics.median(statistics.median(step_s) for step_s, _ in measured)
+        figures[f"{name}_mean_tokens"] = statistics.median(mean_tokens for _, mean_tokens in measured)
     return figures | {"times_as_fast": figures["trl_step_s"] / figures["ours_step_s"]}
 
 
 def main() -> int:
     """The command."""
     command = parser(__doc__)
-    command.add_argument("--steps", type=int, default=10, help="optimizer steps of each run, at least 4 (default: 10)")
+    command.add_argument("--steps", type=int, default=8, help="optimizer steps of each run, at least 4 (default: 8)")
+    command.add_argument("--rounds", type=int, default=3, help="runs of each contender (default: 3)")
     command.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="cases (default: all)")
     given = command.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:NUM_CORES])
     figures: dict[str, float] = {}
     for name in given.only:
         with tempfile.TemporaryDirectory() as folder:
-            found = compare(CASES[name], Path(folder), num_steps=given.steps)
+            found = compare(CASES[name], Path(folder), num_steps=given.steps, num_rounds=given.rounds)
         figures |= {f"{name} {key}": value for key, value in found.items()}
     targets = {f"{name} times_as_fast": (">=", case.wanted) for name, case in CASES.items()}
     return report("e2e", figures, targets, check=given.check)

@@ -47,7 +47,7 @@ from benchmarks.grpo_step import (
     serve,
 )
 from benchmarks.report import parser, report
-from benchmarks.tree import CONTENDERS, forked, save_tree_model, serve_tree
+from benchmarks.tree import PROCESSES, forked, save_tree_model, serve_tree
 
 SIZES = (1, 4, 8)
 """Micro-batches that tuned TRL may choose from, in samples."""
@@ -239,17 +239,18 @@ def of_trees(_given: str, *, num_threads: int, trees: int, **_options: Any) -> d
     with tempfile.TemporaryDirectory() as folder:
         _in_a_process(save_tree_model, Path(folder))
         ends: dict[str, Connection] = {}
-        for kind in CONTENDERS:
-            ends[kind], theirs = multiprocessing.Pipe()
-            context.Process(target=serve_tree, args=(kind, folder, num_threads, theirs)).start()
+        for name in PROCESSES:
+            ends[name], theirs = multiprocessing.Pipe()
+            context.Process(target=serve_tree, args=(name, folder, num_threads, theirs)).start()
             theirs.close()
         for case in ("thinking", "agents", "apart"):
             num_ids = sum(len(sample.ids) for sample in forked(case, trees))
-            turns: dict[str, list[tuple[float, float]]] = {kind: [] for kind in CONTENDERS}
+            turns: dict[str, list[tuple[float, float]]] = {}
             for _ in range(NUM_ROUNDS):
-                for kind, end in ends.items():
+                for end in ends.values():
                     end.send((case, trees))
-                    turns[kind].append(end.recv())
+                    for kind, turn in end.recv().items():
+                        turns.setdefault(kind, []).append(turn)
             speeds = {kind: num_ids / statistics.median(seconds for seconds, _ in each) for kind, each in turns.items()}
             norms = {kind: each[0][1] for kind, each in turns.items()}
             figures |= {f"{case}_{kind}_tokens_per_s".replace(" ", "_"): speed for kind, speed in speeds.items()}

@@ -12,9 +12,10 @@ all positions, as it runs on a CPU, and by hand with all logits of the labelled 
 Nobody recomputes activations. Seconds are those of the processor, all threads together, in turn.
 """
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,20 +80,15 @@ def save_tree_model(folder: Path, _: str = "") -> None:
 
 
 class Ours:
-    """This trainer's objective on micro-batches as the orchestrator packs them; not `sharing`, on rows of their own."""
+    """This trainer's objective on micro-batches as the orchestrator packs them."""
 
-    def __init__(self, folder: Path, *, sharing: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         from grpo.configs.loss import LossSettings
-        from grpo.orchestrator import packing
-        from grpo.trainer import packing as tensors
         from grpo.trainer.distributed import ONE
         from grpo.trainer.memory import keep_freed_memory
         from grpo.trainer.objective import Objective
 
         keep_freed_memory()
-        if not sharing:
-            tensors.shared_prefixes = lambda ids, *_: (np.arange(len(ids)), np.arange(len(ids)))
-            packing.plan_tree = lambda ids, _, **how: packing.plan([len(one) for one in ids], **how)
         self._policy = load_policy_of(folder, "float32", sequence_len=PACK_TOKENS, gradient_checkpointing=False)
         self.named_parameters = self._policy.named_parameters
         set_adapter(self.named_parameters)
@@ -130,6 +126,38 @@ class Ours:
                 logprobs[batch.loss_mask] = self._policy.logprobs(packed_tokens(batch, torch.device("cpu"))).numpy()
             batches.append(replace(batch, inference_logprobs=logprobs))
         return lambda: self._objective.accumulate(batches, step=1)
+
+
+class Unshared:
+    """The same objective on rows of their own."""
+
+    def __init__(self, ours: Ours) -> None:
+        self._ours, self.named_parameters = ours, ours.named_parameters
+
+    def step_on(self, samples: Sequence[Forked]) -> Callable[[], None]:
+        """Leaves the gradients of the samples, on policy."""
+        with _sharing_nothing():
+            step = self._ours.step_on(samples)
+
+        def unshared() -> None:
+            with _sharing_nothing():
+                step()
+
+        return unshared
+
+
+@contextlib.contextmanager
+def _sharing_nothing() -> Iterator[None]:
+    from grpo.orchestrator import packing
+    from grpo.trainer import packing as tensors
+
+    shared_prefixes, plan_tree = tensors.shared_prefixes, packing.plan_tree
+    tensors.shared_prefixes = lambda ids, *_: (np.arange(len(ids)), np.arange(len(ids)))
+    packing.plan_tree = lambda ids, _, **how: packing.plan([len(one) for one in ids], **how)
+    try:
+        yield
+    finally:
+        tensors.shared_prefixes, packing.plan_tree = shared_prefixes, plan_tree
 
 
 class Trl:
@@ -227,28 +255,37 @@ def _mask(num_queries: int, num_keys: int) -> Any:
     return torch.zeros(num_queries, num_keys).masked_fill(~seen, -torch.inf)
 
 
-CONTENDERS: dict[str, Callable[[Path], Any]] = {
-    "ours": lambda folder: Ours(folder, sharing=True),
-    "ours unshared": lambda folder: Ours(folder, sharing=False),
-    "trl tiles": lambda folder: Trl(folder, full_logits=False),
-    "trl full logits": lambda folder: Trl(folder, full_logits=True),
+def _ours(folder: Path) -> dict[str, Any]:
+    ours = Ours(folder)
+    return {"ours": ours, "ours unshared": Unshared(ours)}
+
+
+PROCESSES: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "ours": _ours,
+    "trl tiles": lambda folder: {"trl tiles": Trl(folder, full_logits=False)},
+    "trl full logits": lambda folder: {"trl full logits": Trl(folder, full_logits=True)},
 }
+"""The contenders of each process. Ours are in one, because two differ by up to 3% in what is the same work."""
 
 
-def serve_tree(kind: str, folder: str, num_threads: int, connection: Connection) -> None:
-    """A contender's process: answers each (case, number) with the processor seconds of a step and the norm of its
-    gradients, after one step on a single tree to warm up; ends on None."""
+def serve_tree(name: str, folder: str, num_threads: int, connection: Connection) -> None:
+    """The process of some contenders: answers each (case, number) with the processor seconds of each one's step and the
+    norm of its gradients, after one step on a single tree to warm up; ends on None."""
     import torch
 
     torch.set_num_threads(num_threads)
-    contender = CONTENDERS[kind](Path(folder))
-    contender.step_on(forked("thinking", 1))()
+    contenders = PROCESSES[name](Path(folder))
+    for contender in contenders.values():
+        contender.step_on(forked("thinking", 1))()
     while (request := connection.recv()) is not None:
-        step = contender.step_on(forked(*request))
-        for parameter in contender.named_parameters.values():
-            parameter.grad = None
-        began_s = time.process_time()
-        step()
-        seconds = time.process_time() - began_s
-        gradients = [p.grad for p in contender.named_parameters.values() if p.grad is not None]
-        connection.send((seconds, float(torch.nn.utils.get_total_norm(gradients))))
+        answers = {}
+        for kind, contender in contenders.items():
+            step = contender.step_on(forked(*request))
+            for parameter in contender.named_parameters.values():
+                parameter.grad = None
+            began_s = time.process_time()
+            step()
+            seconds = time.process_time() - began_s
+            gradients = [p.grad for p in contender.named_parameters.values() if p.grad is not None]
+            answers[kind] = seconds, float(torch.nn.utils.get_total_norm(gradients))
+        connection.send(answers)
