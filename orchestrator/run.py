@@ -49,6 +49,7 @@ from grpo.transport.batches.channel import open_sender
 from grpo.transport.batches.filesystem import BatchSender
 from grpo.transport.digests import write_digests
 from grpo.transport.hidden import hide_environment
+from grpo.transport.limits import share_heaps
 from grpo.transport.status import FINISHED, StatusFile, read_status
 from grpo.transport.weights.identity import base_identity, resolve_model
 from grpo.transport.weights.store import PolicyReader
@@ -59,6 +60,7 @@ log = logging.getLogger(__name__)
 async def orchestrate(settings: OrchSettings) -> Summary:
     """One whole run. Raises the first error of whichever task failed."""
     hide_environment(keys_of_run(settings))
+    share_heaps()
     async with AsyncExitStack() as opened:
         try:
             return await _orchestrate(settings, opened, began_s=time.monotonic())
