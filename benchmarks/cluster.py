@@ -9,8 +9,8 @@ turns. Two servers a minute are lost with all their answers and come back after 
 
 Orchestrator and workers share the machine with the stand-ins: with few cores, lag is that of the machine too. Growth of
 memory is that of the median from the second to the last third of the time: it says something once the longest answers
-have come, after 18 minutes divided by `--speed`. `--check` exits 1 where a target is missed. The last line is one JSON
-object.
+have come, after 18 minutes divided by `--speed`, and some times that where servers are lost with them.
+`--check` exits 1 where a target is missed. The last line is one JSON object.
 """
 
 import asyncio
@@ -124,7 +124,7 @@ def stand_in(folder: str, num_servers: int, sequences: int, speed: float, connec
 
     async def lose(servers: Sequence[FakeServer]) -> None:
         while True:
-            await asyncio.sleep(LOST_EVERY_S)
+            await asyncio.sleep(LOST_EVERY_S - AWAY_S)
             lost = draw.choice(servers)
             await lost.stop()
             seen["lost"] += 1
