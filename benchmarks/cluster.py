@@ -132,9 +132,8 @@ def stand_in(folder: str, num_servers: int, sequences: int, speed: float, connec
             await lost.start()
 
     async def serve() -> None:
-        servers = [Decoding(max_model_len=SEQ_LEN) for _ in range(num_servers)]
-        for server in servers:
-            await server.start()
+        # One after the other: a port that is found free is taken before the next one is looked for.
+        servers = [await Decoding(max_model_len=SEQ_LEN).start() for _ in range(num_servers)]
         trainer = FakeTrainer(Path(folder), settings={"sequence_len": SEQ_LEN}, sequence_len=SEQ_LEN, idle_s=3600.0)
         trainer.batches = Forgetful()
         trainer.start()
@@ -201,6 +200,7 @@ def measured(folder: Path, *, num_servers: int, sequences: int, minutes: float, 
     stubs, theirs = context.Pipe()
     stub = context.Process(target=stand_in, args=(str(folder), num_servers, sequences, speed, theirs), daemon=True)
     stub.start()
+    theirs.close()
     urls = stubs.recv()
     in_flight = num_servers * sequences // GROUP * GROUP
     batch = max(GROUP, min(1024, in_flight // 4) // GROUP * GROUP)
