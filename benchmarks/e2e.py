@@ -16,7 +16,7 @@ for it here: two threads, all rollouts of a step in one call of `generate` and i
 case's type, no gradient checkpointing, no reference model, the samples used once, and the settings of the allocator
 that our trainer sets for itself.
 
-They run in turn, some rounds. Seconds are the medians over the rounds of a round's median step from the third on;
+They run in turn, `--rounds` times. Seconds are the medians over the rounds of a round's median step from the third on;
 start-up is not counted.
 """
 

@@ -37,7 +37,7 @@ class GroupedLora:
         self._side_by_side: dict[tuple[int, tuple[int, ...]], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """By the layer and the slots of a pass: [I, slices * slots * r] all A, and of each slice [slots * r, O_i]."""
 
-    def forget(self, *_: object) -> None:
+    def forget(self) -> None:
         """Called when a slot has got another adapter."""
         self._side_by_side.clear()
 
@@ -173,7 +173,11 @@ def install_restored_generators(runner: Any) -> None:
 
 def install_sampling(runner: Any) -> None:
     """Lets tokens be drawn by `draw`: vLLM's kernel makes a random number for every token of the vocabulary, which
-    takes four times as long. The log-probabilities are those that our servers ask for, `processed_logprobs`."""
+    takes four times as long. The log-probabilities are those that our servers ask for, `processed_logprobs`. Does
+    nothing where vLLM's own way was asked for (`use_fp64_gumbel`)."""
+    sampler = runner.sampler.topk_topp_sampler
+    if getattr(sampler, "use_fp64_gumbel", False):
+        return
     ops: Any = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
 
     def sample(
@@ -182,7 +186,7 @@ def install_sampling(runner: Any) -> None:
         logprobs = ops.apply_top_k_top_p(logits, k, p).log_softmax(-1, dtype=torch.float32)
         return draw(logprobs, generators), logprobs
 
-    runner.sampler.topk_topp_sampler.forward = sample
+    sampler.forward = sample
 
 
 def draw(logprobs: torch.Tensor, generators: Mapping[int, torch.Generator]) -> torch.Tensor:

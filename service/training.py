@@ -23,7 +23,7 @@ from grpo.service.errors import Refused
 from grpo.service.losses import check_config, loss_and_values
 from grpo.service.steps import Computed, Expected, Step, computed, witness_sums
 from grpo.service.wire import Datum, ForwardBackward, forward_backward_answer
-from grpo.trainer.attention import VECTORS
+from grpo.trainer.attention import VECTORS, whole_vectors
 from grpo.trainer.errors import NonFiniteError
 from grpo.trainer.model import Policy, load_policy
 from grpo.trainer.optim import Optimizer
@@ -178,12 +178,12 @@ class Base:
     def _has_whole_vectors(self) -> bool:
         """Returns whether no element's place decides how it is computed. On a CPU torch computes the last ones of a
         tensor that do not fill its vectors, and of each thread's share of it, by other instructions than the rest."""
-        config, threads = self._resting.causal_lm.config.get_text_config(), torch.get_num_threads()
+        config = self._resting.causal_lm.config.get_text_config()
         widths = [getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads]
         widths += [config.hidden_size, config.intermediate_size]
-        shares = VECTORS * math.lcm(*range(1, threads + 1))
         return self._resting.device.type != "cpu" or all(
-            not width % (VECTORS if width * self.settings.pack_tokens < _SHARED else shares) for width in widths
+            not width % (VECTORS if width * self.settings.pack_tokens < _SHARED else whole_vectors())
+            for width in widths
         )
 
     def use(self, policy: Policy) -> None:

@@ -250,11 +250,16 @@ def _blocks(q: torch.Tensor, k: torch.Tensor, group: int) -> Iterator[_Block]:
                 yield _Block(rows, slice(part.start * group, part.stop * group), slice(0, seen))
 
 
+def whole_vectors() -> int:
+    """Returns the elements of which each thread gets whole vectors, however many of the threads share them."""
+    return VECTORS * math.lcm(*range(1, torch.get_num_threads() + 1))
+
+
 def _in_vectors(*shape: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a tensor of this shape, and the flat one of whole vectors for each thread that it is the beginning of.
     Functions are computed of the latter: torch has other instructions for the last elements of a tensor that fill no
     vector, so that the bits of a score would depend on what is computed beside it."""
-    size = VECTORS * math.lcm(*range(1, torch.get_num_threads() + 1))
+    size = whole_vectors()
     flat = like.new_empty(-(-math.prod(shape) // size) * size)
     return flat[: math.prod(shape)].view(shape), flat
 

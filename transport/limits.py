@@ -21,9 +21,9 @@ def raise_file_limit() -> int:
     return MOST if soft == resource.RLIM_INFINITY else soft
 
 
-def share_heaps(number: int = 2) -> None:
-    """Lets the threads of this process share so many heaps; to be called before they are started. glibc makes up to
-    eight a core, and what one thread makes and another one frees leaves holes in each of them: the memory of a process
-    that decodes answers in threads grew for as long as it was looked at. Does nothing with another C library."""
+def share_heaps() -> None:
+    """Lets the threads of this process share two heaps; to be called before they are started. glibc makes up to eight a
+    core, its arenas, and what one thread allocates and another one frees leaves holes in each: a process whose threads
+    decode answers grows. Does nothing with another C library."""
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, number)
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)

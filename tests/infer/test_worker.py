@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from grpo.infer.cpu import GroupedLora, RestoredGenerators, draw, install_flat_rotary, num_at_least
+from grpo.infer.cpu import (
+    GroupedLora,
+    RestoredGenerators,
+    draw,
+    install_flat_rotary,
+    install_grouped_lora,
+    num_at_least,
+)
 
 NUM_SLOTS, RANK, NUM_INPUTS = 3, 4, 6
 SIZES = (8, 4, 4)  # as in qkv_proj: the slices of a merged layer need not be equal
@@ -63,14 +70,23 @@ def test_every_row_gets_its_own_adapter_and_base_rows_get_nothing(slots: list[in
 
 def test_a_slot_that_has_got_another_adapter_is_computed_with_it() -> None:
     weights, slots = merged_layer(), [0, 1, 1]
-    x, lora = torch.ones(len(slots), NUM_INPUTS), grouped(slots, 2)
-    lora.add_lora_linear(torch.zeros(len(slots), sum(SIZES)), x, *weights, 1.0, SIZES)
-    for one in (*weights[0], *weights[1]):
-        one[1].mul_(3.0)
-    lora.forget()
-    y = torch.zeros(len(slots), sum(SIZES))
-    lora.add_lora_linear(y, x, *weights, 1.0, SIZES)
-    torch.testing.assert_close(y, row_by_row(x, slots, weights))
+
+    def write(_: int) -> bool:
+        for one in (*weights[0], *weights[1]):
+            one[1].mul_(3.0)
+        return True
+
+    manager = SimpleNamespace(modules={}, punica_wrapper_mapping={"model": None}, activate_adapter=write)
+    manager.lora_config = SimpleNamespace(lora_dtype=torch.bfloat16)
+    install_grouped_lora(SimpleNamespace(lora_manager=manager))
+    lora, x = manager.punica_wrapper_mapping["model"], torch.ones(len(slots), NUM_INPUTS)
+    assert isinstance(lora, GroupedLora)
+    lora.update_metadata(SimpleNamespace(index_mapping=(10, 11, 11)), [10, 11, None])
+    for activated in (False, True):
+        assert not activated or manager.activate_adapter(11)
+        y = torch.zeros(len(slots), sum(SIZES))
+        lora.add_lora_linear(y, x, *weights, 1.0, SIZES)
+        torch.testing.assert_close(y, row_by_row(x, slots, weights))
 
 
 def test_a_generator_whose_token_is_thrown_away_is_put_back_and_not_taken_back_by_an_offset() -> None:

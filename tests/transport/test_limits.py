@@ -11,7 +11,7 @@ import ctypes, threading
 from grpo.transport.limits import share_heaps
 
 if {shared}:
-    share_heaps(2)
+    share_heaps()
 all_have_allocated = threading.Barrier(8)
 
 def allocate():
