@@ -289,11 +289,11 @@ def test_a_new_version_is_proved_before_a_long_queue(live: Live) -> None:
     publisher = live.publisher
     publisher.publish(20, publisher.files(version=20, seed=20))
 
-    body = {"version": 1, "prompt_token_ids": prompt(0, 8), "n": 64, "max_tokens": 100, "min_tokens": 100}
+    body = {"version": 1, "prompt_token_ids": prompt(0, 8), "n": 64, "max_tokens": 200, "min_tokens": 200}
     with ThreadPoolExecutor(4) as pool:
         # 256 sequences where 64 run at once, four times as long as a request takes alone.
         queue = [pool.submit(live.server.answer, "/policy/generate", **body) for _ in range(4)]
-        until(lambda: live.server.get("/policy/info").json()["in_flight"]["1"] == 4, live.server.process)
+        until(lambda: live.server.get("/policy/info").json()["in_flight"]["1"] == 4, live.server.process, poll_s=0)
         assert live.load(20).status_code == 200
         assert sum(not one.done() for one in queue) >= 2
 
