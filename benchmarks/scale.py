@@ -391,7 +391,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.disable(logging.WARNING)
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # as the orchestrator does
+    gc.set_threshold(5_000, 200, 20)  # as the orchestrator does
     if options.league:
         for size in map(int, options.servers.split(",")):
             for num in map(int, options.opponents.split(",")):

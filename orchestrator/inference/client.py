@@ -206,9 +206,8 @@ class PolicyClient:
     async def _answers(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, num: int, version: int | None, seed: int | None
     ) -> list[Choice]:
-        request = GenerateRequest(
-            version=version, prompt_token_ids=list(prompt_token_ids), n=num, seed=seed, **msgspec.structs.asdict(params)
-        )
+        options = {"version": version, "n": num, "seed": seed, **msgspec.structs.asdict(params)}
+        body = msgspec.json.encode(GenerateRequest(prompt_token_ids=list(prompt_token_ids), **options))
 
         def fault(answer: Generated) -> str | None:
             pairs = [(len(choice.token_ids), len(choice.logprobs)) for choice in answer.choices]
@@ -217,7 +216,9 @@ class PolicyClient:
             had = f"{len(pairs)} choices of version {answer.version}, of (ids, log-probabilities) {pairs}"
             return f"{had}; expected {num} of version {version}, with as many of the one as of the other"
 
-        answer, server = await self._anywhere("/policy/generate", request, Generated, fault)
+        answer, server = await self._anywhere(
+            "/policy/generate", body, Generated, fault, version=version, follows=params.follow
+        )
         return [msgspec.structs.replace(choice, server=server) for choice in answer.choices]
 
     async def score(
@@ -226,8 +227,11 @@ class PolicyClient:
         """Returns the [L - 1] natural log-probabilities of tokens 1 to L - 1, each given those before it, at
         `temperature`, under a version (with several adapters: under one of them, None is the first) or the base model,
         by the least loaded server. Raises ServerError."""
-        ids, num = [*map(int, token_ids)], len(token_ids) - 1
-        request = ScoreRequest(version=version, token_ids=ids, temperature=temperature, adapter=adapter)
+        num, ids = len(token_ids) - 1, [*map(int, token_ids)]
+        body = msgspec.json.encode(
+            ScoreRequest(version=version, token_ids=ids, temperature=temperature, adapter=adapter)
+        )
+        del ids
 
         def fault(answer: Scored) -> str | None:
             if answer.version == version and len(answer.logprobs) == num:
@@ -235,7 +239,7 @@ class PolicyClient:
             had = f"{len(answer.logprobs)} log-probabilities under version {answer.version}"
             return f"{had}, expected {num} under version {version}"
 
-        return (await self._anywhere("/policy/score", request, Scored, fault))[0].logprobs
+        return (await self._anywhere("/policy/score", body, Scored, fault, version=version))[0].logprobs
 
     async def score_answers(
         self,
@@ -248,12 +252,14 @@ class PolicyClient:
     ) -> list[list[float]]:
         """Returns for each prompt the log-probabilities in nats of its `answers`, under a version or the base model, by
         the least loaded server, in one request. Raises ServerError."""
-        request = ScoreAnswersRequest(
-            version=version,
-            prompts=[list(prompt) for prompt in prompts],
-            answers=[[list(answer) for answer in own] for own in answers],
-            temperature=temperature,
-            adapter=adapter,
+        body = msgspec.json.encode(
+            ScoreAnswersRequest(
+                version=version,
+                prompts=[list(prompt) for prompt in prompts],
+                answers=[[list(answer) for answer in own] for own in answers],
+                temperature=temperature,
+                adapter=adapter,
+            )
         )
         expected = [len(own) for own in answers]
 
@@ -264,20 +270,25 @@ class PolicyClient:
             had = f"{sum(nums)} log-probabilities for {len(nums)} prompts under version {answer.version}"
             return f"{had}, expected {sum(expected)} for {len(expected)} under version {version}"
 
-        return (await self._anywhere("/policy/score_answers", request, ScoredAnswers, fault))[0].logprobs
+        path = "/policy/score_answers"
+        return (await self._anywhere(path, body, ScoredAnswers, fault, version=version))[0].logprobs
 
     async def _anywhere(
         self,
         path: str,
-        request: GenerateRequest | ScoreRequest | ScoreAnswersRequest,
+        body: bytes,
         answer_type: type[A],
         fault: Callable[[A], str | None],
+        *,
+        version: int | None,
+        follows: bool = False,
     ) -> tuple[A, str]:
         """Returns the answer of the least loaded server in the routing, and which server that was. A server that cannot
         be reached, has lost the version or gives an impossible answer (`fault`) is ejected, and the next one is asked;
         where none is left, the request waits for one to come back. A slow server stays: the health probes say whether
-        it is there. The time that requests are held back does not count."""
-        clock, body, failed = asyncio.get_running_loop().time, msgspec.json.encode(request), Counter[str]()
+        it is there. The time that requests are held back does not count. The request is its `body`: of thousands in
+        flight, each a list of its tokens, the collector would go through all."""
+        clock, failed = asyncio.get_running_loop().time, Counter[str]()
         deadline_s, pause_s = clock() + self.timeout_s, MIN_PAUSE_S
         while True:
             since_s = clock()
@@ -306,7 +317,7 @@ class PolicyClient:
                 await asyncio.sleep(random.uniform(0.5, 1.0) * pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             except ServerError as error:
-                if not (self._has_lost(error, request) or self.can_do_without(server, error)):
+                if not (self._has_lost(error, version, follows=follows) or self.can_do_without(server, error)):
                     raise
                 self.pool.eject(server, str(error))
             finally:
@@ -324,12 +335,11 @@ class PolicyClient:
             )
         return TimedOut(message + "raise client.timeout, or lower sampling.max_tokens")
 
-    def _has_lost(self, error: ServerError, request: GenerateRequest | ScoreRequest | ScoreAnswersRequest) -> bool:
+    def _has_lost(self, error: ServerError, version: int | None, *, follows: bool) -> bool:
         """Whether a server does not serve a version that it had proved: it has been restarted."""
-        version, proved = request.version, self.pool.versions
-        follows = isinstance(request, GenerateRequest) and request.follow and version is not None
-        fitting = version in proved or (follows and any(one > (version or 0) for one in proved))
-        return isinstance(error, RequestRefused) and error.kind == "not_live" and fitting
+        proved = self.pool.versions
+        later = follows and version is not None and any(one > version for one in proved)
+        return isinstance(error, RequestRefused) and error.kind == "not_live" and (later or version in proved)
 
     def can_do_without(self, server: str, error: ServerError) -> bool:
         """Whether the fault may be this server's alone, and there are others in the routing."""

@@ -51,7 +51,8 @@ costs is little beside them."""
 NUM_RENDERED = 512
 """Prompts whose ids are kept."""
 NUM_TOGETHER = 4
-"""Groups whose answers, or outcomes, are taken in at one turn of the event loop, however many come at once."""
+"""Groups whose answers, or outcomes, are taken in at one turn of the event loop, or calls of rollouts that are prepared
+or answered, however many come at once."""
 
 
 Steps = Mapping[int, Mapping[int, Step]]
@@ -265,7 +266,7 @@ class RolloutEngine:
             taken(places)
             failed = group.failed(SERVER_TIMEOUT, str(error))
             return [failed[place] for place in places]
-        await self._turn()
+        await self.turn()
         # 16 answers of 32,000 tokens are 0.1 s of work.
         is_long = sum(len(one.token_ids) for one in completions) > MAX_TOKENS_ON_LOOP
         take = partial(self._taken, group, role, prompt, completions)
@@ -289,7 +290,7 @@ class RolloutEngine:
         finally:
             for rollout in rollouts.values():
                 rollout.close()
-        await self._turn()
+        await self.turn()
         trees = {place: (rollout.steps, rollout.rows()) for place, rollout in rollouts.items()}
         return [
             self._result(group, place, outcome, *trees.get(place, ({0: {0: step}}, {0: [row]})))
@@ -337,8 +338,8 @@ class RolloutEngine:
         """Returns the seed of a rollout; in an evaluation it is the same at every version."""
         return mixed_seed(self._seed, task.env, task.split, task.epoch or 0, task.index, number)
 
-    async def _turn(self) -> None:
-        """Waits for a turn of the event loop that few groups have: many may be answered, or scored, at once."""
+    async def turn(self) -> None:
+        """Waits for a turn of the event loop that few have: many may be answered, or scored, at once."""
         async with self._turns:
             await asyncio.sleep(0)
 

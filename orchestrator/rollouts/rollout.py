@@ -86,6 +86,9 @@ class EngineParts(Protocol):
     long_texts: asyncio.Semaphore
     num_withdrawn: int
 
+    async def turn(self) -> None:
+        """Waits for a turn of the event loop that few have."""
+
 
 class Rollout:
     """One rollout, with all that it spawns: answers its calls, and keeps what was sampled."""
@@ -188,6 +191,7 @@ class Rollout:
             conversation = self._conversation(call, conversations)
             return conversation, conversation.prompt_ids()
 
+        await self._engine.turn()
         known = conversations.get((call.rollout, call.conversation))
         before = 0 if known is None else known.num_characters
         conversation, prompt = await self._tokenized(tokenized, call.messages, call.tools, num_before=before)
@@ -200,6 +204,7 @@ class Rollout:
             adapter=adapter,
         )
         completion = await self._generate(prompt, params, version, call.call)
+        await self._engine.turn()
         is_long, recorded = len(completion.token_ids) > MAX_TOKENS_ON_LOOP, version or 0
         texts = await in_thread(conversation.texts_of, completion) if is_long else None
         text = conversation.answer(completion, version=recorded, temperature=temperature, call=call.call, texts=texts)

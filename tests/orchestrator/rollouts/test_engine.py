@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,7 @@ from grpo.orchestrator.inference.client import RequestRefused, TimedOut
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts import engine
+from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.engine import PromptTooLong, RolloutEngine
 from grpo.orchestrator.rollouts.records import EpisodeResult, Failure, Group, SamplingParams, Task
 from grpo.orchestrator.rollouts.roles import Role
@@ -529,6 +531,35 @@ async def test_the_event_loop_turns_while_a_megabyte_is_tokenized(monkeypatch: p
     assert max(meanwhile) > 20
 
 
+async def test_calls_that_come_at_once_are_answered_a_few_a_turn_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_laps, laps, prompt_ids, texts_of = 0, Counter[int](), Conversation.prompt_ids, Conversation.texts_of
+
+    async def lap() -> None:
+        nonlocal num_laps
+        while True:
+            num_laps += 1
+            await asyncio.sleep(0)
+
+    def asked(conversation: Conversation) -> Any:
+        laps[num_laps] += 1
+        return prompt_ids(conversation)
+
+    def answered(conversation: Conversation, completion: Choice) -> Any:
+        laps[num_laps] += 1
+        return texts_of(conversation, completion)
+
+    monkeypatch.setattr(Conversation, "prompt_ids", asked)
+    monkeypatch.setattr(Conversation, "texts_of", answered)
+    lapping = asyncio.create_task(lap())
+    results = await engine_on(Forging(telling(2))).run_group(asking("hi", num=64))
+    lapping.cancel()
+    assert failures(results) == [""] * 64
+    assert laps.total() == 64 * 2 * 2
+    assert max(laps.values()) <= 2 * engine.NUM_TOGETHER
+
+
 class Forging:
     """Stands for workers whose code cannot be trusted: it makes calls in these conversations, withdraws some, and tells
     what it wants of them."""
@@ -568,9 +599,9 @@ def telling(num_answers: int, **more: Any) -> Outcome:
     return Outcome(rewards={"policy": 1.0}, num_answers=num_answers, **more)
 
 
-def asking(content: str) -> Group:
+def asking(content: str, num: int = 1) -> Group:
     task = Task(env="e", split="train", index=0, messages=({"role": "user", "content": content},))
-    return Group(task=task, id="5", num=1, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
+    return Group(task=task, id="5", num=num, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
 
 
 FORGED = {
