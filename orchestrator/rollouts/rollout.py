@@ -8,7 +8,7 @@ from typing import Protocol, Self, TypeVar
 
 import numpy as np
 from grpo.orchestrator.background import in_thread
-from grpo.orchestrator.inference.client import PolicyClient, RequestRefused, ServerError, TimedOut
+from grpo.orchestrator.inference.client import JOINED_TOKENS, PolicyClient, RequestRefused, ServerError, TimedOut
 from grpo.orchestrator.renderer import MAX_CHARACTERS_ON_LOOP, MAX_TOKENS_ON_LOOP, ChatRenderer
 from grpo.orchestrator.rollouts.conversation import Conversation
 from grpo.orchestrator.rollouts.messages import num_characters
@@ -191,7 +191,10 @@ class Rollout:
             conversation = self._conversation(call, conversations)
             return conversation, conversation.prompt_ids()
 
-        await self._engine.turn()
+        limit = call.max_tokens or role.max_tokens or group.params.max_tokens
+        takes_turns = limit is None or limit > JOINED_TOKENS  # of shorter answers many are one request
+        if takes_turns:
+            await self._engine.turn()
         known = conversations.get((call.rollout, call.conversation))
         before = 0 if known is None else known.num_characters
         conversation, prompt = await self._tokenized(tokenized, call.messages, call.tools, num_before=before)
@@ -200,11 +203,12 @@ class Rollout:
             follow=follow,
             noisy=group.params.noisy and opponent is None,
             temperature=temperature,
-            max_tokens=self._max_tokens(prompt, call.max_tokens or role.max_tokens or group.params.max_tokens),
+            max_tokens=self._max_tokens(prompt, limit),
             adapter=adapter,
         )
         completion = await self._generate(prompt, params, version, call.call)
-        await self._engine.turn()
+        if takes_turns:
+            await self._engine.turn()
         is_long, recorded = len(completion.token_ids) > MAX_TOKENS_ON_LOOP, version or 0
         texts = await in_thread(conversation.texts_of, completion) if is_long else None
         text = conversation.answer(completion, version=recorded, temperature=temperature, call=call.call, texts=texts)

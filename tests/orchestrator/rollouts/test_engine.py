@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 from grpo.orchestrator.advantage import group_credit
-from grpo.orchestrator.inference.client import RequestRefused, TimedOut
+from grpo.orchestrator.inference.client import JOINED_TOKENS, RequestRefused, TimedOut
 from grpo.orchestrator.ledger import Ledger
 from grpo.orchestrator.renderer import ChatRenderer
 from grpo.orchestrator.rollouts import engine
@@ -531,8 +531,9 @@ async def test_the_event_loop_turns_while_a_megabyte_is_tokenized(monkeypatch: p
     assert max(meanwhile) > 20
 
 
-async def test_calls_that_come_at_once_are_answered_a_few_a_turn_of_the_event_loop(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("max_tokens", "take_turns"), [(64, True), (JOINED_TOKENS, False)])
+async def test_calls_that_come_at_once_are_answered_a_few_a_turn_of_the_event_loop_unless_they_may_be_one_request(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int, take_turns: bool
 ) -> None:
     num_laps, laps, prompt_ids, texts_of = 0, Counter[int](), Conversation.prompt_ids, Conversation.texts_of
 
@@ -553,11 +554,11 @@ async def test_calls_that_come_at_once_are_answered_a_few_a_turn_of_the_event_lo
     monkeypatch.setattr(Conversation, "prompt_ids", asked)
     monkeypatch.setattr(Conversation, "texts_of", answered)
     lapping = asyncio.create_task(lap())
-    results = await engine_on(Forging(telling(2))).run_group(asking("hi", num=64))
+    results = await engine_on(Forging(telling(2))).run_group(asking("hi", num=64, max_tokens=max_tokens))
     lapping.cancel()
     assert failures(results) == [""] * 64
     assert laps.total() == 64 * 2 * 2
-    assert max(laps.values()) <= 2 * engine.NUM_TOGETHER
+    assert (max(laps.values()) <= 2 * engine.NUM_TOGETHER) is take_turns
 
 
 class Forging:
@@ -599,9 +600,9 @@ def telling(num_answers: int, **more: Any) -> Outcome:
     return Outcome(rewards={"policy": 1.0}, num_answers=num_answers, **more)
 
 
-def asking(content: str, num: int = 1) -> Group:
+def asking(content: str, num: int = 1, max_tokens: int = 8) -> Group:
     task = Task(env="e", split="train", index=0, messages=({"role": "user", "content": content},))
-    return Group(task=task, id="5", num=num, version=0, params=SamplingParams(temperature=1.0, max_tokens=8))
+    return Group(task=task, id="5", num=num, version=0, params=SamplingParams(temperature=1.0, max_tokens=max_tokens))
 
 
 FORGED = {
