@@ -227,11 +227,10 @@ class PolicyClient:
         """Returns the [L - 1] natural log-probabilities of tokens 1 to L - 1, each given those before it, at
         `temperature`, under a version (with several adapters: under one of them, None is the first) or the base model,
         by the least loaded server. Raises ServerError."""
-        num, ids = len(token_ids) - 1, [*map(int, token_ids)]
+        num = len(token_ids) - 1
         body = msgspec.json.encode(
-            ScoreRequest(version=version, token_ids=ids, temperature=temperature, adapter=adapter)
+            ScoreRequest(version=version, token_ids=[*map(int, token_ids)], temperature=temperature, adapter=adapter)
         )
-        del ids
 
         def fault(answer: Scored) -> str | None:
             if answer.version == version and len(answer.logprobs) == num:
