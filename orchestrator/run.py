@@ -203,7 +203,8 @@ async def _train(
         sys.setswitchinterval(0.001)  # seconds; a thread that computes gives the loop its turn
         gc.collect()
         gc.freeze()  # what is there stays; looking through it again and again would hold up the loop
-        # Thousands of rollouts in flight are no garbage either: it looks often at few objects, and seldom at all.
+        # Thousands of rollouts in flight are no garbage either: the collector looks often at a few thousand new ones of
+        # their objects, which takes milliseconds, and seldom at all.
         gc.set_threshold(5_000, 200, 20)
         try:
             await _run_loops(sink, ready, watch, sync, environments, sender, progress, opponents)

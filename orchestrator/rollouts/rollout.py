@@ -192,7 +192,7 @@ class Rollout:
             return conversation, conversation.prompt_ids()
 
         limit = call.max_tokens or role.max_tokens or group.params.max_tokens
-        takes_turns = limit is None or limit > JOINED_TOKENS  # of shorter answers many are one request
+        takes_turns = limit is None or limit > JOINED_TOKENS  # shorter ones that are asked for together are one request
         if takes_turns:
             await self._engine.turn()
         known = conversations.get((call.rollout, call.conversation))

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import subprocess
 import sys
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -262,6 +264,17 @@ async def test_of_those_who_wait_for_one_request_one_may_go_and_an_error_is_ever
     async with asking(sound.url, timeout_s=1.0) as client:
         late = await asyncio.gather(short(client), short(client), return_exceptions=True)
         assert [type(one) for one in late] == [TimedOut, TimedOut]
+
+
+async def test_a_request_in_flight_keeps_no_list_of_its_tokens() -> None:
+    tokens, params = array("i", range(4999)), SamplingParams(temperature=1.0, max_tokens=64)
+    async with faulty(slow) as url, asking(url) as client:
+        calls = client.generate(tokens, params=params, num=1, version=0, seed=None), client.score(tokens, 0)
+        asked = [asyncio.create_task(call) for call in calls]
+        await until(lambda: client.num_in_flight == 2)
+        assert not any(isinstance(one, list) and len(one) == len(tokens) for one in gc.get_objects())
+        for task in asked:
+            task.cancel()
 
 
 # --- answers that follow ---
