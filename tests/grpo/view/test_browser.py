@@ -210,7 +210,7 @@ def test_any_metric_is_found_and_a_range_holds_for_all_charts(browser: Browser) 
     ends = [float(page.input_value(f"input[aria-label='{one} step']")) for one in ("first", "last")]
     assert 1 < ends[0] < ends[1] < 12
     page.click("button:has-text('all steps')")
-    page.wait_for_function("!location.hash.includes('from')")
+    page.wait_for_url(lambda address: "from" not in urlsplit(address).fragment)
 
 
 def test_a_chart_and_the_page_are_saved_as_pictures(browser: Browser) -> None:
@@ -260,7 +260,7 @@ def test_rollouts_are_found_by_their_text_and_filtered(browser: Browser) -> None
     page.wait_for_selector("[role=status]:text-is('16 of 16')")
     page.fill("input[aria-label='least reward']", "1")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.querySelectorAll('table.rollouts tbody tr').length < 16")
+    page.wait_for_selector("table.rollouts tbody tr:nth-child(16)", state="detached")
     rewards = page.locator("table.rollouts td[data-label=reward]").all_inner_texts()
     assert rewards
     assert set(rewards) == {"1"}
@@ -295,7 +295,8 @@ def test_a_conversation_of_a_hundred_turns_is_folded_and_has_a_map_and_its_tree(
         assert page.locator("article >> nth=0 >> .message details:not([open])").count() == 100
         assert page.locator(".tree li").count() == 2
         page.locator(".map .wrong >> nth=0").evaluate("(one) => one.click()")
-        page.wait_for_function("document.querySelector('.message.wrong').getBoundingClientRect().top < innerHeight")
+        sync_api = pytest.importorskip("playwright.sync_api")
+        sync_api.expect(page.locator(".message.wrong >> nth=0")).to_be_in_viewport(timeout=WAIT_MS)
         page.click("button:has-text('unfold all') >> nth=0")
         page.wait_for_selector("article >> nth=0 >> .message details[open] >> nth=99", state="attached")
 
