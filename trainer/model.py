@@ -18,6 +18,7 @@ from grpo.trainer.errors import ModelError
 from grpo.trainer.lm_head import logprobs_and_entropy
 from grpo.trainer.loading import CheckpointTensors, decoder_linears, filled_model, model_for_shards, seemingly_in_memory
 from grpo.trainer.lora import adapter_mask, takes_adapter_mask, with_adapters
+from grpo.trainer.norms import fuse_norms
 from grpo.trainer.packing import PackedTokens
 from grpo.trainer.quantization import check_setting, stored_in
 from grpo.trainer.supported import LEFT_OUT, is_packed
@@ -310,6 +311,9 @@ def _loaded(
     names = peft_names(max(1, len(adapters)))
     with seemingly_in_memory(base):
         peft = with_adapters(base, names, targets, settings) if lora else None
+    compiled = memory.compiles(settings, device)
+    if lora and not (sharded or compiled) and device.type == "cpu":
+        fuse_norms(base, dtype)
     model = PackedModel(
         base,
         device=first if sharded else device,
@@ -321,7 +325,7 @@ def _loaded(
     memory.prepare_layers(
         layers,
         checkpointing,
-        compile_layers=memory.compiles(settings, device),
+        compile_layers=compiled,
         in_graph=implementation == attention.VARLEN and quantization is None,
         device=device,
         wrap=takes_adapter_mask if len(names) > 1 else None,
