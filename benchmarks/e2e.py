@@ -8,6 +8,8 @@ both train LoRA 16 on all linear layers with AdamW at the same rate, with beta 0
 
 - `fixed`: a random 29M Qwen3 in bfloat16 that never ends an answer: 64 rollouts a step of 128 tokens each
 - `log-normal`: the same model, but its answers end at log-normal lengths (median 40, sigma 1), or at 128 tokens
+- `log-normal-oversampled`: the same, and ours begins the next batches' groups while long answers go on
+  (`oversampling_factor: 2`), so that what it trains on is two versions old instead of one
 - `quickstart`: the embedded model and the settings of configs/quickstart, in float32
 
 Ours is the `grpo` command with vLLM on the CPU, as a user starts it: how the cores are divided is its own decision.
@@ -82,11 +84,15 @@ class Case:
     adam_beta2: float = 0.999
     seq_len: int = 2048
     """Length of our packed micro-batches in tokens."""
+    oversampling: float = 1.0
+    """Our `oversampling_factor`."""
 
 
+LOG_NORMAL = (8.35, -0.03)
 CASES = {
     "fixed": Case(wanted=2.7, ends=(-134.0, 0.0)),
-    "log-normal": Case(wanted=5.0, ends=(8.35, -0.03)),
+    "log-normal": Case(wanted=5.0, ends=LOG_NORMAL),
+    "log-normal-oversampled": Case(wanted=5.0, ends=LOG_NORMAL, oversampling=2.0),
     "quickstart": Case(
         wanted=2.5,
         ends=None,
@@ -147,6 +153,7 @@ def measure_ours(case: Case, model: Path, folder: Path, num_steps: int) -> Measu
         "infer.max_model_len": case.max_tokens + 128,
         "orch.batch_size": case.batch_size,
         "orch.rollouts_per_example": case.group_size,
+        "orch.oversampling_factor": case.oversampling,
         "orch.sampling.max_tokens": case.max_tokens,
         "orch.eval.num_examples": 0,
     }
