@@ -82,8 +82,6 @@ class Case:
     max_tokens: int = 128
     learning_rate: float = 1e-5
     adam_beta2: float = 0.999
-    seq_len: int = 2048
-    """Length of our packed micro-batches in tokens."""
     oversampling: float = 1.0
     """Our `oversampling_factor`."""
 
@@ -102,7 +100,6 @@ CASES = {
         max_tokens=12,
         learning_rate=1e-3,
         adam_beta2=0.99,
-        seq_len=4096,
     ),
 }
 
@@ -145,7 +142,6 @@ def measure_ours(case: Case, model: Path, folder: Path, num_steps: int) -> Measu
     settings = own_env | {
         "model": model,
         "max_steps": num_steps,
-        "sequence_len": case.seq_len,
         "train.recipe": {"bfloat16": "bf16", "float32": "fp32"}[case.dtype],
         "train.learning_rate": case.learning_rate,
         "train.adam_beta2": case.adam_beta2,
