@@ -15,11 +15,13 @@ from torch.autograd.function import once_differentiable
 def fuse_norms(model: torch.nn.Module, dtype: torch.dtype) -> int:
     """Replaces the forward pass of those of the model's norms that compute what is computed here, to the bit, as an
     example of the type of computation shows: other families add 1 to the weight, or round elsewhere. Norms whose weight
-    is trained stay as they are. Returns how many were replaced."""
+    is trained or of another type stay as they are. Returns how many were replaced."""
     num_fused = 0
     for module in model.modules():
         weight = getattr(module, "weight", None)
         if not type(module).__name__.endswith("RMSNorm") or weight is None or weight.requires_grad:
+            continue
+        if weight.dtype != dtype:  # the output would have another type
             continue
         fused = _fused(module, getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -52,3 +52,9 @@ def test_a_norm_whose_weight_is_trained_stays_as_it_is() -> None:
     assert fuse_norms(module, torch.float32) == 0
     module(torch.ones(1, SIZE)).sum().backward()
     assert module.weight.grad is not None
+
+
+def test_a_norm_whose_weight_is_of_another_type_stays_as_it_is() -> None:
+    module = Qwen3RMSNorm(SIZE).requires_grad_(False)
+    assert fuse_norms(module, torch.bfloat16) == 0
+    assert module(torch.ones(1, SIZE, dtype=torch.bfloat16)).dtype == torch.float32
