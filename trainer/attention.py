@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from grpo.trainer.errors import ModelError
-from grpo.trainer.lm_head import blocks
+from grpo.trainer.lm_head import accum_dtype, blocks
 from grpo.trainer.matmul import onednn_for_float32
 from grpo.trainer.packing import Buckets, Layout
 from grpo.trainer.supported import check_window
@@ -138,116 +138,124 @@ def padded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, la
 
 
 class _InBlocks(torch.autograd.Function):
-    """Causal attention on a CPU in blocks of queries, whose scores fit into a cache. As in flash attention
-    (arXiv:2205.14135), the backward pass computes the scores again, and has the softmax by the logarithm of its sum.
+    """Causal attention on a CPU in blocks of queries, whose scores fit into a cache; so do the copies of what they are
+    computed from, rows side by side and in float32. As in flash attention (arXiv:2205.14135), the backward pass
+    computes the scores again, and has the softmax by the logarithm of its sum.
 
-    Of a bucket's rows each group of G heads that share keys is a batch of its own, B in all, with the heads' queries
-    side by side. Exponentials and logarithms have the base 2, which torch computes four times as fast as of base e."""
+    Of S rows each group of G heads that share keys is a batch of its own, B in all, with the heads' queries side by
+    side. Exponentials and logarithms have the base 2, which torch computes four times as fast as of base e."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, layout: Layout
     ) -> torch.Tensor:
-        rows, heads, groups = layout.runs, q.shape[1], k.shape[1]
-        found = [_attended(*inputs, heads // groups) for inputs in _inputs(rows, q, k, v, scaling)]
-        output, log_sum = (_of_tokens(parts, rows, heads) for parts in zip(*found, strict=True))
-        ctx.save_for_backward(q, k, v, output, log_sum)
+        runs, groups, attended = layout.runs, k.shape[1], list[torch.Tensor]()
+        by_slot = q.new_empty(len(runs.queries), q.shape[1] * v.shape[2])
+        for rows in _rows(runs, q.shape[1]):
+            keys, values = (_taken(one, rows.keys, groups) for one in (k, v))
+            for block in rows.blocks:
+                own = _taken(q, rows.queries[:, block.queries], groups).mul_(scaling * _LOG2_E)
+                output, log_sum = _attended(own, keys, values, rows, block)
+                _put(output, by_slot, rows, block)
+                attended += output, log_sum
+        ctx.save_for_backward(q, k, v, *attended)
         ctx.scaling, ctx.layout = scaling, layout
-        return output.to(q.dtype)
+        return by_slot.index_select(0, runs.slot_of).view(*q.shape[:2], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, output, log_sum = ctx.saved_tensors
-        rows, heads, groups = ctx.layout.runs, q.shape[1], k.shape[1]
-        of_queries = rows.queries, rows.query_sizes, groups, output.dtype
-        dots = torch.linalg.vecdot(grad.to(output.dtype), output)[..., None]
-        of_output, of_dots = (_in_rows(one, *of_queries, rows.padding) for one in (grad, dots))
-        inputs = zip(
-            _inputs(rows, q, k, v, ctx.scaling), of_output, of_dots, _in_rows(log_sum, *of_queries), strict=True
-        )
-        found = [_gradients(*own, part, dot, sums, group=heads // groups) for own, part, dot, sums in inputs]
-        of_q, *of_keys = zip(*found, strict=True)
-        grads = [_of_tokens(of_q, rows, heads).mul_(ctx.scaling)]
-        for parts in of_keys:
-            if ctx.layout.shares:
-                of_slots = _in_slots(parts, rows.key_sizes)
-                total = of_slots.new_zeros(len(k), of_slots.shape[1]).index_add_(0, rows.keys, of_slots)
-                grads.append(total.unflatten(1, (groups, -1)))
-            else:
-                grads.append(_of_tokens(parts, rows, groups))
-        return *(one.to(q.dtype) for one in grads), None, None
-
-
-def _in_rows(
-    tensor: torch.Tensor,
-    slots: torch.Tensor,
-    sizes: Sequence[tuple[int, int]],
-    groups: int,
-    dtype: torch.dtype,
-    padding: torch.Tensor | None = None,
-) -> Iterator[torch.Tensor]:
-    """Yields [B, L · G, D] of a tensor [U, H, D], bucket by bucket; `sizes` are S_b and L, and slots that are `padding`
-    get zeros."""
-    taken = tensor.flatten(1).index_select(0, slots)
-    if padding is not None and len(padding):
-        taken.index_fill_(0, padding, 0)
-    for (count, length), part in zip(sizes, taken.split([count * length for count, length in sizes]), strict=True):
-        by_group = part.view(count, length, groups, -1).transpose(1, 2)
-        copied = torch.empty(by_group.shape, dtype=dtype).copy_(by_group)
-        yield copied.view(count * groups, -1, tensor.shape[2])
-
-
-def _in_slots(parts: Sequence[torch.Tensor], sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Returns [P, H · D] of what has the shapes that `_in_rows` yields."""
-    by_token = [
-        part.view(count, -1, length, part.shape[1] // length * part.shape[2]).transpose(1, 2).flatten(2).flatten(0, 1)
-        for (count, length), part in zip(sizes, parts, strict=True)
-    ]
-    return by_token[0] if len(by_token) == 1 else torch.cat(by_token)
-
-
-def _of_tokens(parts: Sequence[torch.Tensor], rows: Buckets, num_heads: int) -> torch.Tensor:
-    """Returns [U, H, D] of what has the shapes of queries."""
-    by_slot = _in_slots(parts, rows.query_sizes)
-    return by_slot.index_select(0, rows.slot_of).view(len(rows.slot_of), num_heads, -1)
-
-
-_Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""One bucket's [B, L_q · G, D] queries, scaled for the base 2, [B, L_k, D] keys, [B, L_k, D'] values and [B, 1, L_k]
-mask."""
-
-
-def _inputs(rows: Buckets, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> Iterator[_Inputs]:
-    groups, dtype = k.shape[1], torch.promote_types(q.dtype, torch.float32)
-    of_queries = _in_rows(q, rows.queries, rows.query_sizes, groups, dtype)
-    of_keys = (_in_rows(one, rows.keys, rows.key_sizes, groups, dtype) for one in (k, v))
-    for mask, queries, keys, values in zip(rows.masks, of_queries, *of_keys, strict=True):
-        of_groups = None if mask is None else mask.repeat_interleave(groups, 0)
-        yield queries.mul_(scaling * _LOG2_E), keys, values, of_groups
+        q, k, v, *attended = ctx.saved_tensors
+        runs, groups, kept = ctx.layout.runs, k.shape[1], iter(attended)
+        grad_q = q.new_empty(len(runs.queries), q.shape[1] * q.shape[2])
+        grad_k, grad_v = (torch.zeros(len(k), one[0].numel(), dtype=attended[0].dtype) for one in (k, v))
+        for rows in _rows(runs, q.shape[1]):
+            keys, values = (_taken(one, rows.keys, groups) for one in (k, v))
+            of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
+            for block in rows.blocks:
+                own, of_output = (_taken(one, rows.queries[:, block.queries], groups) for one in (q, grad))
+                own.mul_(ctx.scaling * _LOG2_E)
+                results = of_output, next(kept), next(kept)
+                of_own = _gradients(own, keys, values, *results, of_keys, of_values, rows, block)
+                _put(of_own.mul_(ctx.scaling), grad_q, rows, block)
+            # The gradients of a token that several samples share are summed in float32 before they are rounded once.
+            for total, part in ((grad_k, of_keys.mul_(1 / _LOG2_E)), (grad_v, of_values)):
+                by_key = part.view(len(rows.keys), groups, *part.shape[1:]).transpose(1, 2).flatten(2).flatten(0, 1)
+                total.index_add_(0, rows.keys.flatten(), by_key)
+        of_q = grad_q.index_select(0, runs.slot_of).view_as(q)
+        return of_q, *(total.to(one.dtype).view_as(one) for total, one in ((grad_k, k), (grad_v, v))), None, None
 
 
 class _Block(NamedTuple):
-    """Some rows' next queries, with all keys that they attend to."""
+    """Some of a row's queries, n of its L_q, with all keys that they attend to."""
 
-    rows: slice
-    """Of B."""
     queries: slice
-    """Of L_q · G."""
-    keys: slice
+    num_keys: int
+    future: torch.Tensor
+    """[n, 1, num_keys] -inf where a key comes after the query, otherwise 0."""
 
 
-def _blocks(q: torch.Tensor, k: torch.Tensor, group: int) -> Iterator[_Block]:
-    """Yields blocks of queries [B, L_q · G, D], the last of as many keys [B, L_k, D], and lets their products be
-    computed by what is fastest until the next one is asked for."""
-    num_queries, num_keys = q.shape[1] // group, k.shape[1]
-    size = min(_MOST_QUERIES, max(_LEAST_QUERIES, num_keys // 8))
-    together = max(1, _SCORES // (group * min(size, num_queries) * num_keys))
-    for rows in blocks(len(q), together):
-        for part in blocks(num_queries, size):
-            seen = num_keys - num_queries + part.stop
-            with onednn_for_float32((part.stop - part.start) * group * seen * q.shape[2]):
-                yield _Block(rows, slice(part.start * group, part.stop * group), slice(0, seen))
+class _Rows(NamedTuple):
+    """S rows of a bucket, which are computed together."""
+
+    slots: slice
+    """Of P, in which the queries have their results."""
+    queries: torch.Tensor
+    """[S, L_q] i64 the computed token of each query."""
+    keys: torch.Tensor
+    """[S, L_k] i64 the computed token of each key."""
+    padding: torch.Tensor
+    """[S, L_q] bool True for queries that are padding."""
+    mask: torch.Tensor | None
+    """[S, 1, L_k] f32 or None, as in `Buckets`."""
+    blocks: Sequence[_Block]
+
+
+def _rows(runs: Buckets, heads: int) -> Iterator[_Rows]:
+    """Divides buckets into rows whose scores by `heads` heads fit into a cache."""
+    padding = runs.padding
+    query = key = 0
+    for (count, num_queries, num_keys), mask in zip(runs.shapes, runs.masks, strict=True):
+        size = min(_MOST_QUERIES, max(_LEAST_QUERIES, num_keys // 8))
+        parts = [_block(part, num_keys - num_queries + part.stop) for part in blocks(num_queries, size)]
+        together = max(1, _SCORES // (heads * min(size, num_queries) * num_keys))
+        for rows in blocks(count, together):
+            slots, of_keys = (
+                slice(start + rows.start * width, start + rows.stop * width)
+                for start, width in ((query, num_queries), (key, num_keys))
+            )
+            yield _Rows(
+                slots,
+                runs.queries[slots].view(-1, num_queries),
+                runs.keys[of_keys].view(-1, num_keys),
+                padding[slots].view(-1, num_queries),
+                None if mask is None else mask[rows],
+                parts,
+            )
+        query, key = query + count * num_queries, key + count * num_keys
+
+
+def _block(queries: slice, num_keys: int) -> _Block:
+    num = queries.stop - queries.start
+    future = torch.zeros(num, 1, num_keys)
+    future[:, 0, -num:] = torch.full((num, num), -torch.inf).triu_(1)
+    return _Block(queries, num_keys, future)
+
+
+def _taken(tensor: torch.Tensor, tokens: torch.Tensor, groups: int) -> torch.Tensor:
+    """Returns [B, n · G, D] of the tokens [S, n] of a tensor [U, H, D], in the type to accumulate in."""
+    taken = tensor.flatten(1).index_select(0, tokens.flatten())
+    by_group = taken.view(*tokens.shape, groups, -1).transpose(1, 2)
+    copied = torch.empty(by_group.shape, dtype=accum_dtype(tensor.dtype)).copy_(by_group)
+    return copied.view(len(tokens) * groups, -1, tensor.shape[2])
+
+
+def _put(part: torch.Tensor, by_slot: torch.Tensor, rows: _Rows, block: _Block) -> None:
+    """Writes what has the shape of a block's queries, [B, n · G, D], to its slots of [P, H · D]."""
+    own = by_slot[rows.slots].view(*rows.queries.shape, -1)[:, block.queries]
+    count, num = own.shape[:2]
+    by_group = part.view(count, -1, num, part.shape[1] // num * part.shape[2])
+    own.view(count, num, by_group.shape[1], -1).copy_(by_group.transpose(1, 2))
 
 
 def whole_vectors() -> int:
@@ -264,39 +272,35 @@ def _in_vectors(*shape: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return flat[: math.prod(shape)].view(shape), flat
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, block: _Block, group: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [b, n · G, keys] of a block of n queries, in vectors."""
-    rows, queries, keys = block
-    own, seen = q[rows, queries], k[rows, keys]
-    scores, flat = _in_vectors(len(own), own.shape[1], seen.shape[1], like=q)
-    torch.bmm(own, seen.transpose(1, 2), out=scores)
-    if mask is not None:
-        scores.add_(mask[rows, :, keys])
-    num = own.shape[1] // group
-    future = torch.full((num, 1, num), -torch.inf, dtype=q.dtype)
-    future[:, 0].triu_(1)
-    scores.unflatten(1, (num, group))[..., -num:].add_(future)
+def _scores(q: torch.Tensor, k: torch.Tensor, rows: _Rows, block: _Block) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns [B, n · G, keys] of a block's queries and the keys that they attend to, in vectors."""
+    scores, flat = _in_vectors(*q.shape[:2], k.shape[1], like=q)
+    torch.bmm(q, k.transpose(1, 2), out=scores)
+    if rows.mask is not None:
+        scores.unflatten(0, (len(rows.mask), -1)).add_(rows.mask[:, None, :, : block.num_keys])
+    num = len(block.future)
+    scores.add_(block.future.expand(-1, q.shape[1] // num, -1).flatten(0, 1))
     return scores, flat
 
 
 def _attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, group: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: _Rows, block: _Block
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [B, L_q · G, D'] and [B, L_q · G, 1] the logarithms of the softmax's sums."""
-    output, log_sum = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(*q.shape[:2], 1)
-    for block in _blocks(q, k, group):
-        rows, queries, keys = block
-        scores, flat = _scores(q, k, mask, block, group)
+    """Returns [B, n · G, D'] and [B, n · G, 1] the logarithms of the softmax's sums, which are infinite for padding, so
+    that it has no gradient."""
+    k, v = k[:, : block.num_keys], v[:, : block.num_keys]
+    with onednn_for_float32(q.shape[1] * k.shape[1] * k.shape[2]):
+        scores, flat = _scores(q, k, rows, block)
         largest = scores.amax(-1, keepdim=True)
         scores.sub_(largest)
         flat.exp2_()
         total, flat = _in_vectors(*largest.shape, like=q)
         torch.sum(scores, -1, keepdim=True, out=total)
-        torch.div(torch.bmm(scores, v[rows, keys]), total, out=output[rows, queries])
-        flat.log2_()
-        torch.add(largest, total, out=log_sum[rows, queries])
+        output = torch.bmm(scores, v).div_(total)
+    flat.log2_()
+    log_sum = largest.add_(total)
+    padding = rows.padding[:, None, block.queries, None]
+    log_sum.view(len(padding), -1, padding.shape[2], q.shape[1] // padding.shape[2]).masked_fill_(padding, torch.inf)
     return output, log_sum
 
 
@@ -304,27 +308,26 @@ def _gradients(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | None,
     grad: torch.Tensor,
-    grad_dot: torch.Tensor,
+    output: torch.Tensor,
     log_sum: torch.Tensor,
-    *,
-    group: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of queries [B, L_q · G, D], but for the scaling, keys and values, from `grad` [B, L_q · G,
-    D'] of the output and its product with the output, `grad_dot` [B, L_q · G, 1]."""
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for block in _blocks(q, k, group):
-        rows, queries, keys = block
-        own, of_output = q[rows, queries], grad[rows, queries]
-        probs, flat = _scores(q, k, mask, block, group)
-        probs.sub_(log_sum[rows, queries])
+    grad_k: torch.Tensor,
+    grad_v: torch.Tensor,
+    rows: _Rows,
+    block: _Block,
+) -> torch.Tensor:
+    """Returns the gradient of a block's queries [B, n · G, D], but for the scaling, from `grad` of the output. Adds
+    those of the keys, times log2 e, and of the values to `grad_k` and `grad_v`."""
+    k, v = k[:, : block.num_keys].contiguous(), v[:, : block.num_keys]
+    with onednn_for_float32(q.shape[1] * k.shape[1] * k.shape[2]):
+        probs, flat = _scores(q, k, rows, block)
+        probs.sub_(log_sum)
         flat.exp2_()
-        grad_v[rows, keys].baddbmm_(probs.transpose(1, 2), of_output)
-        of_scores = torch.bmm(of_output, v[rows, keys].transpose(1, 2)).sub_(grad_dot[rows, queries]).mul_(probs)
-        grad_q[rows, queries] = torch.bmm(of_scores, k[rows, keys])
-        grad_k[rows, keys].baddbmm_(of_scores.transpose(1, 2), own, alpha=1 / _LOG2_E)
-    return grad_q, grad_k, grad_v
+        grad_v[:, : block.num_keys].add_(torch.bmm(probs.transpose(1, 2), grad))
+        dots = torch.linalg.vecdot(grad, output)[..., None]
+        of_scores = torch.bmm(grad, v.transpose(1, 2)).sub_(dots).mul_(probs)
+        grad_k[:, : block.num_keys].add_(torch.bmm(of_scores.transpose(1, 2), q))
+        return torch.bmm(of_scores, k)
 
 
 KERNELS: dict[str, Kernel] = {VARLEN: varlen, PADDED: torch.compiler.disable(padded)}

@@ -49,8 +49,8 @@ class Buckets:
 
     @property
     def padding(self) -> torch.Tensor:
-        """[n] i64 the slots of queries that are padding."""
-        return torch.ones(len(self.queries)).index_fill_(0, self.slot_of, 0).nonzero()[:, 0]
+        """[P] bool True for the slots of queries that are padding."""
+        return torch.ones(len(self.queries), dtype=torch.bool).index_fill_(0, self.slot_of, False)
 
     @property
     def query_sizes(self) -> list[tuple[int, int]]:
