@@ -40,6 +40,9 @@ _ASKS_FOR_SHARED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).paramete
 """torch 2.11 hands fewer heads of keys and values to the same kernels without being told."""
 _LEAST_QUERIES, _MOST_QUERIES, _SCORES = 64, 256, 1 << 20
 """Queries of a block on a CPU, an eighth of its row's keys within these bounds, and scores of all rows together."""
+_FEW_KEYS = 256
+"""Up to so many it is faster to add 0 to the scores of all keys that come before a block's queries than to leave them
+out."""
 _LOG2_E = math.log2(math.e)
 VECTORS = 32
 """Elements that torch computes at a time on a CPU: two vectors of 512 bits."""
@@ -151,7 +154,7 @@ class _InBlocks(torch.autograd.Function):
     ) -> torch.Tensor:
         runs, groups, attended = layout.runs, k.shape[1], list[torch.Tensor]()
         by_slot = q.new_empty(len(runs.queries), q.shape[1] * v.shape[2])
-        for rows in _rows(runs, q.shape[1]):
+        for rows in _rows(runs, q.shape[1], groups):
             keys, values = (_taken(one, rows.keys, groups) for one in (k, v))
             for block in rows.blocks:
                 own = _taken(q, rows.queries[:, block.queries], groups).mul_(scaling * _LOG2_E)
@@ -169,17 +172,22 @@ class _InBlocks(torch.autograd.Function):
         runs, groups, kept = ctx.layout.runs, k.shape[1], iter(attended)
         grad_q = q.new_empty(len(runs.queries), q.shape[1] * q.shape[2])
         grad_k, grad_v = (torch.zeros(len(k), one[0].numel(), dtype=attended[0].dtype) for one in (k, v))
-        for rows in _rows(runs, q.shape[1]):
+        for rows in _rows(runs, q.shape[1], groups):
             keys, values = (_taken(one, rows.keys, groups) for one in (k, v))
-            of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
+            of_all: list[torch.Tensor] = []
             for block in rows.blocks:
                 own, of_output = (_taken(one, rows.queries[:, block.queries], groups) for one in (q, grad))
                 own.mul_(ctx.scaling * _LOG2_E)
                 results = of_output, next(kept), next(kept)
-                of_own = _gradients(own, keys, values, *results, of_keys, of_values, rows, block)
+                of_own, *of_seen = _gradients(own, keys, values, *results, rows, block)
                 _put(of_own.mul_(ctx.scaling), grad_q, rows, block)
+                if block is rows.blocks[0]:
+                    of_all = of_seen
+                    continue
+                for total, part in zip(of_all, of_seen, strict=True):
+                    total[:, : block.num_keys].add_(part)
             # The gradients of a token that several samples share are summed in float32 before they are rounded once.
-            for total, part in ((grad_k, of_keys.mul_(1 / _LOG2_E)), (grad_v, of_values)):
+            for total, part in zip((grad_k, grad_v), of_all, strict=True):
                 by_key = part.view(len(rows.keys), groups, *part.shape[1:]).transpose(1, 2).flatten(2).flatten(0, 1)
                 total.index_add_(0, rows.keys.flatten(), by_key)
         of_q = grad_q.index_select(0, runs.slot_of).view_as(q)
@@ -192,7 +200,7 @@ class _Block(NamedTuple):
     queries: slice
     num_keys: int
     future: torch.Tensor
-    """[n, 1, num_keys] -inf where a key comes after the query, otherwise 0."""
+    """[n · G, m] -inf where one of the last m keys comes after the query, otherwise 0."""
 
 
 class _Rows(NamedTuple):
@@ -209,15 +217,18 @@ class _Rows(NamedTuple):
     mask: torch.Tensor | None
     """[S, 1, L_k] f32 or None, as in `Buckets`."""
     blocks: Sequence[_Block]
+    """From the last one on, which has all keys."""
 
 
-def _rows(runs: Buckets, heads: int) -> Iterator[_Rows]:
-    """Divides buckets into rows whose scores by `heads` heads fit into a cache."""
+def _rows(runs: Buckets, heads: int, groups: int) -> Iterator[_Rows]:
+    """Divides buckets into rows whose scores by all heads fit into a cache."""
     padding = runs.padding
     query = key = 0
     for (count, num_queries, num_keys), mask in zip(runs.shapes, runs.masks, strict=True):
         size = min(_MOST_QUERIES, max(_LEAST_QUERIES, num_keys // 8))
-        parts = [_block(part, num_keys - num_queries + part.stop) for part in blocks(num_queries, size)]
+        parts = [
+            _block(part, num_keys - num_queries + part.stop, heads // groups) for part in blocks(num_queries, size)
+        ]
         together = max(1, _SCORES // (heads * min(size, num_queries) * num_keys))
         for rows in blocks(count, together):
             slots, of_keys = (
@@ -230,16 +241,16 @@ def _rows(runs: Buckets, heads: int) -> Iterator[_Rows]:
                 runs.keys[of_keys].view(-1, num_keys),
                 padding[slots].view(-1, num_queries),
                 None if mask is None else mask[rows],
-                parts,
+                parts[::-1],
             )
         query, key = query + count * num_queries, key + count * num_keys
 
 
-def _block(queries: slice, num_keys: int) -> _Block:
+def _block(queries: slice, num_keys: int, group: int) -> _Block:
     num = queries.stop - queries.start
-    future = torch.zeros(num, 1, num_keys)
+    future = torch.zeros(num, 1, num_keys if num_keys <= _FEW_KEYS else num)
     future[:, 0, -num:] = torch.full((num, num), -torch.inf).triu_(1)
-    return _Block(queries, num_keys, future)
+    return _Block(queries, num_keys, future.expand(-1, group, -1).flatten(0, 1))
 
 
 def _taken(tensor: torch.Tensor, tokens: torch.Tensor, groups: int) -> torch.Tensor:
@@ -278,8 +289,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, rows: _Rows, block: _Block) -> tup
     torch.bmm(q, k.transpose(1, 2), out=scores)
     if rows.mask is not None:
         scores.unflatten(0, (len(rows.mask), -1)).add_(rows.mask[:, None, :, : block.num_keys])
-    num = len(block.future)
-    scores.add_(block.future.expand(-1, q.shape[1] // num, -1).flatten(0, 1))
+    scores[..., -block.future.shape[1] :].add_(block.future)
     return scores, flat
 
 
@@ -311,23 +321,21 @@ def _gradients(
     grad: torch.Tensor,
     output: torch.Tensor,
     log_sum: torch.Tensor,
-    grad_k: torch.Tensor,
-    grad_v: torch.Tensor,
     rows: _Rows,
     block: _Block,
-) -> torch.Tensor:
-    """Returns the gradient of a block's queries [B, n · G, D], but for the scaling, from `grad` of the output. Adds
-    those of the keys, times log2 e, and of the values to `grad_k` and `grad_v`."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of a block's queries [B, n · G, D], but for the scaling, and of the keys and values that
+    they attend to, from `grad` of the output."""
     k, v = k[:, : block.num_keys].contiguous(), v[:, : block.num_keys]
     with onednn_for_float32(q.shape[1] * k.shape[1] * k.shape[2]):
         probs, flat = _scores(q, k, rows, block)
         probs.sub_(log_sum)
         flat.exp2_()
-        grad_v[:, : block.num_keys].add_(torch.bmm(probs.transpose(1, 2), grad))
+        grad_v = torch.bmm(probs.transpose(1, 2), grad)
         dots = torch.linalg.vecdot(grad, output)[..., None]
         of_scores = torch.bmm(grad, v.transpose(1, 2)).sub_(dots).mul_(probs)
-        grad_k[:, : block.num_keys].add_(torch.bmm(of_scores.transpose(1, 2), q))
-        return torch.bmm(of_scores, k)
+        grad_k = torch.bmm(of_scores.transpose(1, 2), q).mul_(1 / _LOG2_E)
+        return torch.bmm(of_scores, k), grad_k, grad_v
 
 
 KERNELS: dict[str, Kernel] = {VARLEN: varlen, PADDED: torch.compiler.disable(padded)}
