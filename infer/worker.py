@@ -24,6 +24,7 @@ class PolicyWorker:
             cpu.install_sampling(runner)
             cpu.install_ranks()
             cpu.install_flat_rotary()
+            cpu.install_norms(model)
             if lora:
                 cpu.install_grouped_lora(model)
         noisy_norms: dict[str, int] = {}

@@ -14,6 +14,7 @@ from grpo.infer.cpu import (
     install_flat_rotary,
     install_grouped_lora,
     num_at_least,
+    rms_norm,
 )
 
 NUM_SLOTS, RANK, NUM_INPUTS = 3, 4, 6
@@ -199,3 +200,20 @@ def test_heads_in_a_dimension_of_their_own_are_rotated_as_those_side_by_side(mon
     side_by_side = torch.ones(5, 2 * size)
     ops.rotary_embedding(torch.arange(5), torch.zeros(5, size), side_by_side, size, cosines, True)
     torch.testing.assert_close(keys[0], side_by_side.view(5, 2, size))
+
+
+def test_norms_in_half_precision_are_those_of_transformers() -> None:
+    """By vLLM's own kernel. A last bit apart at most, where a sum of squares in another order is on the edge; queries
+    are a part of a larger tensor."""
+    pytest.importorskip("vllm._custom_ops")
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+    norm = Qwen3RMSNorm(64, eps=1e-6).to(torch.bfloat16).requires_grad_(False)
+    norm.weight.copy_(torch.linspace(0.5, 1.5, 64))
+    ones = torch.ones_like(norm.weight)
+    x, residual = torch.randn(2, 500, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    output, total = rms_norm(norm, ones, x, residual)
+    assert torch.equal(total, x + residual)
+    for ours, expected in ((output, norm(total)), (rms_norm(norm, ones, x[:, 1:]), norm(x[:, 1:]))):
+        assert (ours != expected).float().mean() < 0.01
+        torch.testing.assert_close(ours, expected, atol=0, rtol=2.0**-7)
