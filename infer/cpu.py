@@ -233,10 +233,11 @@ def install_flat_rotary() -> None:
 
 
 def install_norms(model: Any) -> None:
-    """Lets the served model's RMS norms in half precision be computed by `rms_norm`; other norms have other formulas,
-    and in float32 vLLM's own is exact."""
+    """Lets the RMS norms of the served model whose weight is of half precision be computed by `rms_norm`. Those of
+    other classes have other formulas, and in float32 vLLM's own is that of transformers."""
+    layernorm: Any = importlib.import_module("vllm.model_executor.layers.layernorm")
     for module in model.modules():
-        if type(module).__name__ != "RMSNorm" or not module.has_weight or module.variance_size_override is not None:
+        if type(module) is not layernorm.RMSNorm or not module.has_weight or module.variance_size_override is not None:
             continue
         # The kernel takes whole vectors.
         if module.weight.dtype in (torch.bfloat16, torch.float16) and module.weight.numel() % 32 == 0:
@@ -246,11 +247,15 @@ def install_norms(model: Any) -> None:
 def rms_norm(
     norm: Any, ones: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Returns the norm of [..., H], or that of its sum with the residual and this sum, as transformers and the trainer
-    compute it: of the rounded sum, and rounded before it is multiplied by the weight. vLLM's own formula takes the sum
-    before it is rounded, so that a fifth of the results round to another number, and three times as long. `ones` [H]
-    stand for the weight in vLLM's kernel, which does not round before it."""
-    total = x.contiguous() if residual is None else x + residual
+    """Returns vLLM's RMS norm of [..., H], or that of its sum with the residual and this sum, as transformers and the
+    trainer compute it: of the rounded sum, and rounded before it is multiplied by the weight. vLLM's own formula takes
+    the sum before it is rounded, so that a fifth of the results round to another number, and twice as long. `ones` [H]
+    stand for the weight in vLLM's kernel, which does not round before it. What is not of the weight's type is left to
+    vLLM: the kernel would read it as if it were."""
+    total = (x if residual is None else x + residual).contiguous()
+    if total.dtype != ones.dtype:
+        own: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = norm.forward_native(x, residual)
+        return own
     output = torch.empty_like(total)
     torch.ops._C.rms_norm(output, total, ones, norm.variance_epsilon)
     output.mul_(norm.weight)

@@ -231,10 +231,8 @@ def _rows(runs: Buckets, heads: int, groups: int) -> Iterator[_Rows]:
         ]
         together = max(1, _SCORES // (heads * min(size, num_queries) * num_keys))
         for rows in blocks(count, together):
-            slots, of_keys = (
-                slice(start + rows.start * width, start + rows.stop * width)
-                for start, width in ((query, num_queries), (key, num_keys))
-            )
+            slots = slice(query + rows.start * num_queries, query + rows.stop * num_queries)
+            of_keys = slice(key + rows.start * num_keys, key + rows.stop * num_keys)
             yield _Rows(
                 slots,
                 runs.queries[slots].view(-1, num_queries),

@@ -1,6 +1,7 @@
 """What runs in vLLM's engine process: the LoRA product on CPUs against a loop over rows, seeds, ranks, noise, and which
 tensors are loaded."""
 
+import importlib
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,8 @@ from grpo.infer.cpu import (
     draw,
     install_flat_rotary,
     install_grouped_lora,
+    install_norms,
     num_at_least,
-    rms_norm,
 )
 
 NUM_SLOTS, RANK, NUM_INPUTS = 3, 4, 6
@@ -202,18 +203,41 @@ def test_heads_in_a_dimension_of_their_own_are_rotated_as_those_side_by_side(mon
     torch.testing.assert_close(keys[0], side_by_side.view(5, 2, size))
 
 
-def test_norms_in_half_precision_are_those_of_transformers() -> None:
+def vllms_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> Any:
+    """vLLM's RMSNorm [64], also where our noisy one has been registered in its place."""
+    config = pytest.importorskip("vllm.config")
+    ops, layernorm = (importlib.import_module(f"vllm.model_executor.{n}") for n in ("custom_op", "layers.layernorm"))
+    monkeypatch.setattr(ops, "op_registry_oot", {})
+    with config.set_current_vllm_config(config.VllmConfig()):
+        return layernorm.RMSNorm(64, eps=1e-6, dtype=dtype).requires_grad_(False)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_norms_in_half_precision_are_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """By vLLM's own kernel. A last bit apart at most, where a sum of squares in another order is on the edge; queries
-    are a part of a larger tensor."""
-    pytest.importorskip("vllm._custom_ops")
+    are a part of a larger tensor. In float32 the layer is as it was."""
+    served = vllms_norm(monkeypatch, torch.bfloat16)
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-    norm = Qwen3RMSNorm(64, eps=1e-6).to(torch.bfloat16).requires_grad_(False)
-    norm.weight.copy_(torch.linspace(0.5, 1.5, 64))
-    ones = torch.ones_like(norm.weight)
+    theirs = Qwen3RMSNorm(64, eps=1e-6).to(torch.bfloat16).requires_grad_(False)
+    for one in (served, theirs):
+        one.weight.copy_(torch.linspace(0.5, 1.5, 64))
     x, residual = torch.randn(2, 500, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    output, total = rms_norm(norm, ones, x, residual)
+    in_float32 = served(x.float())
+    install_norms(torch.nn.ModuleList([served]))
+    assert torch.equal(served(x.float()), in_float32)
+    output, total = served(x, residual)
     assert torch.equal(total, x + residual)
-    for ours, expected in ((output, norm(total)), (rms_norm(norm, ones, x[:, 1:]), norm(x[:, 1:]))):
+    turned = served(x.transpose(0, 1), residual.transpose(0, 1))[0].transpose(0, 1)
+    for ours, expected in ((output, theirs(total)), (turned, output), (served(x[:, 1:]), theirs(x[:, 1:]))):
         assert (ours != expected).float().mean() < 0.01
         torch.testing.assert_close(ours, expected, atol=0, rtol=2.0**-7)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_norms_in_float32_and_of_other_classes_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cohere's model in vLLM has a class of the same name with other fields."""
+    norms = [vllms_norm(monkeypatch, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    norms.append(importlib.import_module("vllm.model_executor.models.commandr").RMSNorm(64).to(torch.bfloat16))
+    install_norms(torch.nn.ModuleList(norms))
+    assert ["forward" in vars(one) for one in norms] == [True, False, False]
