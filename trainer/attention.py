@@ -1,7 +1,7 @@
 """Causal attention over packed samples that never crosses a boundary.
 
-Legend: `U` computed tokens of the tree that the samples are (`grpo.trainer.packing`), `H` heads, `D` head size, `S_b`,
-`L_q` and `L_k` rows, queries and keys of one bucket.
+Legend: `U` computed tokens of the tree that the samples are (`grpo.trainer.packing`), `P` slots of the rows' queries,
+`H` heads, `D` head size (`D'` of values), `L_q` and `L_k` queries and keys of a row.
 
 Two kernels are registered with transformers by name, and `implementation_for` chooses one. Both get the boundaries as
 the keyword `layout`, which the model hands through to its attention layers:

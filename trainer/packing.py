@@ -57,11 +57,6 @@ class Buckets:
         """S_b and L_q of each bucket."""
         return [(count, num_queries) for count, num_queries, _ in self.shapes]
 
-    @property
-    def key_sizes(self) -> list[tuple[int, int]]:
-        """S_b and L_k of each bucket."""
-        return [(count, num_keys) for count, _, num_keys in self.shapes]
-
 
 class Layout:
     """The positions of a packed sequence's samples, and the tree that they are."""
